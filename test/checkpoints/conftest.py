@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from helpers.checkpoint_folders import GOLDEN, write_dense
 from helpers.checkpoints import quantized, tiny_tensors
+
+from nvfp4_tensor import QuantizeSpec, checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -11,3 +14,33 @@ def tensors():
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     return quantized(tiny_tensors())
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory):
+    """A folder with a small Llama in each format of safetensors: W4A4 of ModelOpt, but for MLX, and dense."""
+    folder = tmp_path_factory.mktemp("sources")
+    golden, quiet = GOLDEN / "modelopt_nvfp4", {"progress": False}
+    for format in ("modelopt", "compressed-tensors", "torchao"):
+        checkpoints.convert(golden, folder / format, to=format, **quiet)
+    (folder / "comfy").mkdir()
+    checkpoints.convert(golden, folder / "comfy/model.safetensors", to="comfy", **quiet)
+    mlx = {"to": "mlx", "global_scale": True, "lossy": True}
+    checkpoints.convert(GOLDEN / "modelopt_w4a16", folder / "mlx", **mlx, **quiet)
+    torch.manual_seed(0)
+    write_dense(folder / "dense")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gguf_source(tmp_path_factory):
+    """A GGUF file of a small Llama with static activations."""
+    pytest.importorskip("gguf")
+    from helpers.checkpoints import write_gguf
+
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    static = {"activation_spec": QuantizeSpec(), "activation_amax": torch.tensor(5.0)}
+    tensors = quantized(tiny_tensors())
+    write_gguf(path, {n: t._replace(**static) if "_proj.weight" in n else t for n, t in tensors.items()})
+    return path

@@ -1,90 +1,127 @@
-"""Folders that are converted to another format and back are byte-identical for all scales."""
+"""Every pair of formats: conversion and back is byte-identical, or raises an error; what is left out is said."""
 
-import dataclasses
 import itertools
 import shutil
 
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, content, edit, same_files, write_dense
+from helpers.checkpoint_folders import GOLDEN, content, edit, write_dense
+from helpers.checkpoints import TINY, InMemory, tiny_tensors
 
-from nvfp4_tensor import checkpoints
-from nvfp4_tensor.checkpoints import Checkpoint, Entry, LinearParts
-from nvfp4_tensor.checkpoints.checkpoint import format_named
+from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
+from nvfp4_tensor.checkpoints.parts import LinearParts
+
+pytest.importorskip("gguf")
+pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.slow
 
-FORMATS = ["modelopt", "compressed-tensors", "torchao"]
+FORMATS = ["modelopt", "compressed-tensors", "torchao", "gguf", "comfy"]
+ENDINGS = {"gguf": "m.gguf", "comfy": "m.safetensors"}
+CASES = [
+    ("all", one, other)
+    for one, other in itertools.permutations(FORMATS, 2)
+    if {one, other} != {"gguf", "comfy"}  # a GGUF needs a configuration, and a single file for ComfyUI has none
+]
+CASES += [("scales of 1", *pair) for format in FORMATS for pair in (("mlx", format), (format, "mlx"))]
+"""MLX has no per-tensor scales, and does not quantize activations."""
 
 
-@pytest.mark.parametrize("source", ["modelopt_nvfp4", "modelopt_w4a16"])
-@pytest.mark.parametrize(("one", "other"), [*itertools.permutations(FORMATS, 2)])
-def test_files_of_every_pair(tmp_path, source, one, other):
-    options = {"progress": False, "shard_bytes": 30_000}
-    checkpoints.convert(GOLDEN / source, tmp_path / "a", to=one, **options)
-    checkpoints.convert(tmp_path / "a", tmp_path / "b", to=other, **options)
-    checkpoints.convert(tmp_path / "b", tmp_path / "c", to=one, **options)
-    (tmp_path / "b/nvfp4_tensor.json").unlink(missing_ok=True)
-    (tmp_path / "a/nvfp4_tensor.json").unlink(missing_ok=True)
-    (tmp_path / "c/nvfp4_tensor.json").unlink(missing_ok=True)
-    assert same_files(tmp_path / "a", tmp_path / "c")
+class Divided(InMemory):
+    """As a file of divisors has it, of which one in seven is not the inverse of its inverse."""
+
+    def linear(self, name: str) -> LinearParts:
+        parts = super().linear(name)
+        if "self_attn" in name:
+            return parts
+        return parts.replace(per_tensor_scale=parts.per_tensor_scale.reciprocal(), divisor=parts.per_tensor_scale)
+
+    def per_tensor_scale(self, name: str) -> torch.Tensor:
+        return self.linear(name).per_tensor_scale
 
 
-class Made(Checkpoint):
-    """500 linears of arbitrary scales; stored as what values are divided by, or multiplied."""
-
-    format, path = "made", None
-
-    def __init__(self, divisors):
-        self.config = {}
-        self.scales = torch.rand(500, 2) * torch.logspace(-8, 3, 500)[:, None]
-        self.divisors = divisors
-        entry = Entry(
-            shape=(1, 16), dtype=torch.bfloat16, quantized=True, quantizes_activations=True, has_input_scale=True
-        )
-        self.entries = {f"layers.{i}.weight": dataclasses.replace(entry) for i in range(500)}
-
-    def linear(self, name):
-        factor, input_factor = self.scales[int(name.split(".")[1])]
-        scales = {"per_tensor_scale": factor, "input_scale": input_factor}
-        if self.divisors:
-            scales = {"per_tensor_scale": factor.reciprocal(), "divisor": factor}
-            scales |= {"input_scale": input_factor.reciprocal(), "input_divisor": input_factor}
-        codes = torch.randint(256, (1, 8), dtype=torch.uint8)
-        return LinearParts(
-            qdata=codes,
-            scale=torch.ones(1, 1).to(torch.float8_e4m3fn),
-            columns=16,
-            quantizes_activations=True,
-            **scales,
-        )
-
-    def dense(self, name):
-        raise KeyError(name)
+@pytest.fixture(scope="module")
+def sources() -> dict[str, Checkpoint]:
+    """A small Llama with scales that are multiplied by, divisors, static activations and weight-only linears."""
+    torch.manual_seed(0)
+    dense = tiny_tensors()
+    tensors = dict(dense)
+    for name in (name for name in dense if "_proj.weight" in name):
+        tensors[name] = quantize(dense[name])._replace(per_tensor_scale=torch.rand(()))
+        if "o_proj" not in name and "down" not in name:
+            static = {"activation_spec": QuantizeSpec(), "activation_amax": torch.rand(()) * 50}
+            tensors[name] = tensors[name]._replace(**static)
+    for part in ("self_attn", "mlp"):  # both have some that are lost without the file beside the weights
+        scales = [t.per_tensor_scale for name, t in tensors.items() if "_proj" in name and part in name]
+        assert any((1 / (1 / scale)) != scale for scale in scales)
+    ones = {n: quantize(t, amax=2688.0) if "_proj.weight" in n else t for n, t in dense.items()}
+    return {"all": Divided(tensors, TINY), "scales of 1": InMemory(ones, TINY)}
 
 
-@pytest.mark.parametrize(("one", "other"), [*itertools.permutations(FORMATS, 2)])
-def test_every_scale_comes_back(tmp_path, one, other):
-    """1 / (1 / x) is not x for one scale in seven: the file beside the shards has those."""
-    made = Made(divisors=one == "compressed-tensors")
-    inverse = made.scales.reciprocal().reciprocal()
-    assert 50 < (inverse != made.scales).any(1).sum() < 450
-    format_named(one).write(made, tmp_path / "a", progress=False)
-    checkpoints.convert(tmp_path / "a", tmp_path / "b", to=other, progress=False)
-    checkpoints.convert(tmp_path / "b", tmp_path / "c", to=one, progress=False)
-    assert content(tmp_path / "a") == content(tmp_path / "c")
-    key = {"modelopt": "layers.7.weight_scale_2", "compressed-tensors": "layers.7.weight_global_scale"}
-    stored = content(tmp_path / "a")[key.get(one, "layers.7._weight_per_tensor_scale")][2]
-    assert torch.tensor(stored, dtype=torch.uint8).view(torch.float32) == made.scales[7, 0]
+def write(checkpoint, folder, format):
+    folder.mkdir()
+    path = folder / ENDINGS.get(format, "m")
+    options = {"tokenizer": None} if format == "gguf" else {}
+    format_named(format).write(checkpoint, path, progress=False, **options)
+    return path
 
 
-def test_without_the_sidecar_scales_are_off_by_a_bit_at_most(tmp_path):
-    made = Made(divisors=False)
-    format_named("compressed-tensors").write(made, tmp_path / "b", progress=False)
-    (tmp_path / "b/nvfp4_tensor.json").unlink()
-    with checkpoints.read(tmp_path / "b") as read:
-        scales = torch.stack([read.per_tensor_scale(f"layers.{i}.weight") for i in range(500)])
-    assert torch.allclose(scales, made.scales[:, 0], rtol=2**-22, atol=0) and not torch.equal(scales, made.scales[:, 0])
+def through(path, folder, format):
+    with checkpoints.read(path) as checkpoint:
+        return write(checkpoint, folder, format)
+
+
+@pytest.mark.parametrize(("what", "one", "other"), CASES)
+def test_round_trip(sources, tmp_path, what, one, other):
+    a = write(sources[what], tmp_path / "a", one)
+    c = through(through(a, tmp_path / "b", other), tmp_path / "c", one)
+    first, second = (path if path.is_file() else path / "model.safetensors" for path in (a, c))
+    different = ["gguf"]
+    if one != "gguf":
+        tensors = content(a), content(c)
+        different = [name for name in tensors[0] | tensors[1] if tensors[0].get(name) != tensors[1].get(name)]
+    assert first.read_bytes() == second.read_bytes(), different
+
+
+def test_without_the_file_beside_it_scales_are_off_by_a_bit_at_most(sources, tmp_path):
+    path = write(sources["all"], tmp_path / "a", "compressed-tensors")
+    (path / "nvfp4_tensor.json").unlink()
+    names = [name for name, entry in sources["all"].entries.items() if entry.quantized]
+    with checkpoints.read(path) as read:
+        scales = torch.stack([read.per_tensor_scale(name) for name in names])
+    want = torch.stack([sources["all"].per_tensor_scale(name) for name in names])
+    assert torch.allclose(scales, want, rtol=2**-22, atol=0) and not torch.equal(scales, want)
+
+
+def test_what_a_format_cannot_store_is_refused(sources, tmp_path):
+    with pytest.raises(ValueError, match="cannot be folded into"):
+        write(sources["all"], tmp_path / "a", "mlx")
+    assert not list((tmp_path / "a").iterdir())
+    single = write(sources["all"], tmp_path / "b", "comfy")
+    with pytest.raises(ValueError, match=r"needs a transformers configuration, but .*m\.safetensors has none"):
+        through(single, tmp_path / "c", "gguf")
+    write_dense(tmp_path / "src")
+    with pytest.raises(ValueError, match="has only dense weights: use checkpoints"):
+        checkpoints.convert(tmp_path / "src", tmp_path / "dst", to="modelopt", progress=False)
+    assert not (tmp_path / "dst").exists()
+
+
+@pytest.mark.parametrize("format", sorted(ENDINGS))
+def test_the_scales_beside_a_file_are_not_used_for_other_files(sources, tmp_path, format):
+    """A second file of that name does not take the first one's, and a damaged one is named."""
+    path = write(sources["all"], tmp_path / "a", format)
+    kept = tmp_path / "a/m.nvfp4_tensor.json"
+    path.unlink()
+    options = {"progress": False, **({"tokenizer": None} if format == "gguf" else {})}
+    with pytest.raises(ValueError, match=r"m\.nvfp4_tensor\.json already exists"):
+        format_named(format).write(sources["scales of 1"], path, **options)
+    assert not path.exists()
+    kept.unlink()
+    format_named(format).write(sources["scales of 1"], path, **options)
+    kept.write_text('{"factors": [1]}')
+    with pytest.raises(ValueError, match=r"m\.nvfp4_tensor\.json: expected factors by tensor name"):
+        checkpoints.read(path)
 
 
 def test_weight_only_on_the_way(tmp_path):
@@ -93,30 +130,12 @@ def test_weight_only_on_the_way(tmp_path):
     assert {entry.quantizes_activations for entry in checkpoints.read(tmp_path / "a").entries.values()} == {False}
 
 
-@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors", "torchao"])
-def test_dense_weights_are_not_converted(tmp_path, to):
-    write_dense(tmp_path / "src")
-    with pytest.raises(ValueError, match="has only dense weights: use checkpoints"):
-        checkpoints.convert(tmp_path / "src", tmp_path / "dst", to=to, progress=False)
-    assert not (tmp_path / "dst").exists()
-
-
-def test_different_scales_warn(tmp_path):
-    write_dense(tmp_path / "src", {f"{name}_proj.weight": torch.randn(16, 32) for name in "qkv"})
-    checkpoints.quantize(tmp_path / "src", tmp_path / "a", progress=False)
-    state = {
-        f"{name}_proj.weight": checkpoints.tensor_of(checkpoints.read(tmp_path / "a").linear(f"{name}_proj.weight"))
-        for name in "qkv"
-    }
-    state["v_proj.weight"] = state["v_proj.weight"]._replace(per_tensor_scale=torch.tensor(3.0))
-    checkpoints.save(state, tmp_path / "b", mismatched_scales="keep", progress=False)
-    with pytest.warns(UserWarning, match="1 groups of linears that servers join"):
-        checkpoints.convert(tmp_path / "b", tmp_path / "c", to="compressed-tensors", progress=False)
-
-
-def test_scales_of_a_cache_are_omitted_with_a_warning(tmp_path):
+def test_what_servers_cannot_use_or_what_is_omitted_warns(sources, tmp_path):
+    source = write(sources["all"], tmp_path / "a", "compressed-tensors")
+    with pytest.warns(UserWarning, match="4 groups of linears that servers join"):
+        checkpoints.convert(source, tmp_path / "b", to="modelopt", progress=False)
     source = shutil.copytree(GOLDEN / "modelopt_nvfp4", tmp_path / "src")
     edit(source, lambda t: t.update({"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}))
     with pytest.warns(UserWarning, match=r"key-value cache are omitted \(model\.layers\.0\.self_attn\.k_proj\.k_scale"):
-        checkpoints.convert(source, tmp_path / "a", to="compressed-tensors", progress=False)
-    assert not any(name.endswith("k_scale") for name in content(tmp_path / "a"))
+        checkpoints.convert(source, tmp_path / "c", to="compressed-tensors", progress=False)
+    assert not any(name.endswith("k_scale") for name in content(tmp_path / "c"))

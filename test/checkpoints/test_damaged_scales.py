@@ -7,8 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, edit, edit_json
-from helpers.checkpoints import write_gguf
+from helpers.checkpoint_folders import edit, edit_json
 from safetensors.torch import load_file, save_file
 
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
@@ -29,29 +28,6 @@ KEYS = {
     "gguf": ("blk.0.attn_q.scale", "blk.0.attn_q.input_scale", "blk.0.attn_q.weight"),
 }
 VALUES = [-1.0, 0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3e38, 2.5, -1e-40]
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources")
-    golden = GOLDEN / "modelopt_nvfp4"
-    for format in ("modelopt", "compressed-tensors", "torchao"):
-        checkpoints.convert(golden, folder / format, to=format, progress=False)
-    checkpoints.convert(
-        GOLDEN / "modelopt_w4a16", folder / "mlx", to="mlx", progress=False, global_scale=True, lossy=True
-    )
-    (folder / "comfy").mkdir()
-    checkpoints.convert(golden, folder / "comfy/model.safetensors", to="comfy", progress=False)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def gguf_source(tmp_path_factory, tensors):
-    pytest.importorskip("gguf")
-    path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    static = {"activation_spec": QuantizeSpec(), "activation_amax": torch.tensor(5.0)}
-    write_gguf(path, {n: t._replace(**static) if "_proj.weight" in n else t for n, t in tensors.items()})
-    return path
 
 
 def offsets_in_gguf(path):
@@ -113,7 +89,8 @@ def damage(format, path, kind, rng):
     edit(path.parent if path.is_file() else path, change)
 
 
-def assert_right_or_error(format, path):
+def is_right(format, path):
+    """Whether a file is read; then as it says, and if not, by an error with its name and the tensor's."""
     want, static = said(format, path)
     try:
         with checkpoints.read(path) as read:
@@ -131,61 +108,42 @@ def assert_right_or_error(format, path):
 
 @pytest.mark.parametrize("format", KEYS)
 def test_random_scales(sources, tmp_path, format, request):
-    rng, counts = random.Random(format), {True: 0, False: 0}
-    source = request.getfixturevalue("gguf_source") if format == "gguf" else sources / format
+    rng, right = random.Random(format), []
     kinds = [kind for kind, key in zip((FACTOR, INPUT, BLOCKS), KEYS[format], strict=True) if key]
-    for i in range(60):
+    for i in range(30):
         if format == "gguf":
-            path = shutil.copyfile(source, tmp_path / f"{i}.gguf")
+            path = shutil.copyfile(request.getfixturevalue("gguf_source"), tmp_path / f"{i}.gguf")
         else:
-            path = shutil.copytree(source, tmp_path / str(i))
+            path = shutil.copytree(sources / format, tmp_path / str(i))
         path = path / "model.safetensors" if format == "comfy" else path
         damage(format, path, kinds[i % len(kinds)], rng)
-        counts[assert_right_or_error(format, path)] += 1
-        shutil.rmtree(path.parent if format == "comfy" else path) if format != "gguf" else path.unlink()
-    assert min(counts.values()) > 8, counts
+        right.append(is_right(format, path))
+    assert 2 < sum(right) < 28
 
 
-@pytest.mark.parametrize("value", [-1.0, 0.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "comfy", "mlx"])
-def test_factors_and_input_scales_that_cannot_be(sources, tmp_path, format, value):
+def test_scales_that_cannot_be(sources, tmp_path, format):
+    """A weight of zeros may have a factor of zero, as ModelOpt and torchao write it."""
+
+    def changed(change):
+        shutil.rmtree(tmp_path / "x", ignore_errors=True)
+        edit(shutil.copytree(sources / format, tmp_path / "x"), change)
+        return tmp_path / ("x/model.safetensors" if format == "comfy" else "x")
+
     for kind, key in zip((FACTOR, INPUT), KEYS[format], strict=False):
-        if key is None:
-            continue
-        folder = shutil.copytree(sources / format, tmp_path / kind)
-        edit(folder, lambda tensors, key=key: tensors[key].fill_(value))
-        path = folder / "model.safetensors" if format == "comfy" else folder
-        with (
-            pytest.raises(ValueError, match=rf"model\.safetensors: tensor {WEIGHT}: expected an? {kind}"),
-            checkpoints.read(path) as read,
-        ):
-            read.linear(WEIGHT)
-        with pytest.raises(ValueError, match=rf"tensor {WEIGHT}: expected an? {kind}"):
-            checkpoints.convert(path, tmp_path / "out", to="modelopt", progress=False)
-        assert not (tmp_path / "out").exists()
-        shutil.rmtree(tmp_path / "out.partial", ignore_errors=True)
-
-
-@pytest.mark.parametrize("format", ["modelopt", "torchao", "comfy", "mlx"])
-def test_a_weight_of_zeros_may_have_a_factor_of_zero(sources, tmp_path, format):
-    """ModelOpt and torchao write amax / 2688 of it."""
-    folder = shutil.copytree(sources / format, tmp_path / "x")
-    codes = f"{STEM}._weight_qdata" if format == "torchao" else WEIGHT
-    edit(folder, lambda t: (t[KEYS[format][0]].fill_(0), t[codes].view(torch.uint8).fill_(0x88)))
-    with checkpoints.read(folder / "model.safetensors" if format == "comfy" else folder) as read:
-        assert not tensor_of(read.linear(WEIGHT)).dequantize().any()
-
-
-@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "mlx"])
-@pytest.mark.parametrize("which", range(3), ids=[FACTOR, INPUT, BLOCKS])
-def test_a_scale_that_is_missing(sources, tmp_path, format, which):
-    key = KEYS[format][which]
-    if key is None:
-        pytest.skip("MLX has no input scales")
-    folder = shutil.copytree(sources / format, tmp_path / "x")
-    edit(folder, lambda tensors: tensors.pop(key))
-    with pytest.raises(ValueError, match=r"x.*q_proj"):
-        checkpoints.read(folder)
+        for value in (-1.0, 0.0, float("inf"), float("nan")) if key else ():
+            path = changed(lambda tensors, key=key, value=value: tensors[key].fill_(value))
+            message = rf"model\.safetensors: tensor {WEIGHT}: expected an? {kind}"
+            with pytest.raises(ValueError, match=message), checkpoints.read(path) as read:
+                read.linear(WEIGHT)
+    with pytest.raises(ValueError, match=rf"tensor {WEIGHT}: expected an? "):
+        checkpoints.convert(path, tmp_path / "out", to="modelopt", progress=False)
+    assert not (tmp_path / "out").exists()
+    if format != "compressed-tensors":  # which has divisors
+        codes = f"{STEM}._weight_qdata" if format == "torchao" else WEIGHT
+        path = changed(lambda t: (t[KEYS[format][0]].fill_(0), t[codes].view(torch.uint8).fill_(0x88)))
+        with checkpoints.read(path) as read:
+            assert not tensor_of(read.linear(WEIGHT)).dequantize().any()
 
 
 def test_comfy_names_weights_without_input_scale(sources, tmp_path):
@@ -199,15 +157,7 @@ def test_comfy_names_weights_without_input_scale(sources, tmp_path):
         checkpoints.read(folder / "model.safetensors")
 
 
-def test_all_scales_of_a_weight_missing(sources, tmp_path):
-    """It is no dense tensor of bytes."""
-    folder = shutil.copytree(sources / "modelopt", tmp_path / "x")
-    edit(folder, lambda t: [t.pop(f"{STEM}.{part}") for part in ("weight_scale", "weight_scale_2", "input_scale")])
-    with pytest.raises(ValueError, match=rf"{STEM}\.weight_scale \(float8_e4m3fn\) is missing"):
-        checkpoints.read(folder)
-
-
-@pytest.mark.parametrize("dynamic", [True, "local", False])
+@pytest.mark.parametrize("dynamic", [True, "local"])
 def test_compressed_tensors_that_are_dynamic(sources, tmp_path, dynamic):
     """Without one input scale the configuration says whether any was wanted."""
     folder = shutil.copytree(sources / "compressed-tensors", tmp_path / "x")
@@ -238,7 +188,7 @@ def test_scales_of_a_model_are_checked_when_it_is_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("amax", [1e39, 1e-45, 0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("amax", [1e39, 1e-45, -1.0, float("nan")])
 def test_input_amax_that_float32_does_not_hold(tmp_path, amax):
     save_file({"up_proj.weight": torch.randn(32, 64)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="finite number above zero in float32"):
@@ -273,17 +223,6 @@ def test_offsets_of_a_gguf(gguf_source, tmp_path, offset, message):
     with_offset(path, "blk.0.ffn_up.weight", offset)
     with pytest.raises(ValueError, match=rf"a\.gguf: .*{message}|a\.gguf.*not a complete"):
         checkpoints.read(path)
-
-
-def test_a_gguf_of_no_rows(tmp_path):
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_tensor("output_norm.weight", np.zeros(4, np.float32))
-    writer.add_tensor("token_embd.weight", np.zeros((0, 64), np.float32))
-    writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ValueError, match=r"a\.gguf: tensor token_embd\.weight: expected rows and columns, found .*0"):
-        checkpoints.read(tmp_path / "a.gguf")
 
 
 def test_a_gguf_of_ours_without_a_scale(gguf_source, tmp_path):

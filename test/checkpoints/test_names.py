@@ -1,5 +1,7 @@
 """Patterns, groups and unusual names of parameters."""
 
+import itertools
+
 import pytest
 import torch
 from helpers.checkpoint_folders import write_dense
@@ -10,37 +12,28 @@ from nvfp4_tensor.quantization.model_families import LEFT_DENSE, NOT_LINEAR
 from nvfp4_tensor.quantization.names import is_matched, joined_with, natural, some
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("model.layers.1.self_attn.k_proj.weight", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
-        ("model.layers.1.mlp.up_proj.weight", ["mlp.gate_proj", "mlp.up_proj"]),
-        ("model.layers.1.mlp.experts.3.w3.weight", ["mlp.experts.3.w1", "mlp.experts.3.w3"]),
-        ("model.layers.1.mlp.down_proj.weight", ["mlp.down_proj"]),
-    ],
-)
-def test_joined(name, expected):
-    layer = "model.layers.1."
+def test_joined():
     modules = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj",
                "mlp.down_proj", "mlp.experts.3.w1", "mlp.experts.3.w3", "mlp.experts.4.w1"]  # fmt: skip
-    names = {f"{prefix}{module}.weight" for prefix in (layer, "model.layers.2.") for module in modules}
-    assert joined_with(name, names) == tuple(f"{layer}{module}.weight" for module in expected)
+    names = {f"model.layers.{i}.{module}.weight" for i in (1, 2) for module in modules}
+    for group in (modules[:3], modules[3:5], modules[5:6], modules[6:8]):
+        expected = tuple(f"model.layers.1.{module}.weight" for module in group)
+        assert all(joined_with(name, names) == expected for name in expected)
     assert joined_with("q_proj.weight", {"q_proj.weight", "v_proj.weight"}) == ("q_proj.weight", "v_proj.weight")
     assert joined_with("q_proj.bias", {"q_proj.bias", "v_proj.bias"}) == ("q_proj.bias",)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "yes", "no"),
-    [
+def test_patterns():
+    for pattern, yes, no in [
         ("lm_head", "lm_head.weight", "model.lm_head.weight"),
         ("*.down_proj", "a.down_proj.weight", "a.up_proj.weight"),
         ("re:.*down", "a.down_proj.weight", "a.up_proj.weight"),
         ("a.x", "a.x.weight", "a.xy.weight"),
         ("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj"),
-    ],
-)
-def test_patterns(pattern, yes, no):
-    assert is_matched(yes, [pattern]) and not is_matched(no, [pattern])
+    ]:
+        assert is_matched(yes, [pattern]) and not is_matched(no, [pattern]), pattern
+    with pytest.raises(ValueError, match=r"'re:\(' is not a regular expression"):
+        is_matched("a.weight", ["re:("])
 
 
 LINEARS = [
@@ -73,8 +66,9 @@ STRANGE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors", "torchao", "mlx", "comfy"])
-@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.parametrize(
+    ("name", "to"), [*zip(STRANGE, itertools.cycle(["modelopt", "compressed-tensors", "torchao", "mlx", "comfy"]))]
+)
 def test_strange_names_are_read_again_or_raise_an_error(tmp_path, name, to):
     tensors = {name: torch.randn(32, 64).bfloat16(), "z.weight": torch.randn(16, 64).bfloat16()}
     write_dense(tmp_path / "src", tensors)
@@ -90,8 +84,3 @@ def test_strange_names_are_read_again_or_raise_an_error(tmp_path, name, to):
         for each, entry in checkpoint.entries.items():
             value = tensor_of(checkpoint.linear(each)).dequantize() if entry.quantized else checkpoint.dense(each)
             assert (value.float() - tensors[each].float()).norm() < 0.2 * tensors[each].float().norm()
-
-
-def test_not_a_regular_expression():
-    with pytest.raises(ValueError, match=r"'re:\(' is not a regular expression"):
-        is_matched("a.weight", ["re:("])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
-from nvfp4_tensor.checkpoints import LinearParts, parts_of, tensor_of
+from nvfp4_tensor import QuantizeSpec, quantize, quantize_experts
+from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.numerics import layout
 
 
@@ -12,7 +12,7 @@ def same_bits(a, b):
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("shape", [(48, 64), (1, 16), (130, 272), (7, 40), (3, 20, 48)])
+@pytest.mark.parametrize("shape", [(130, 272), (7, 40), (3, 20, 48)])
 def test_round_trip(shape):
     weight = quantize(torch.randn(shape))
     parts = parts_of(weight)
@@ -22,6 +22,7 @@ def test_round_trip(shape):
     again = tensor_of(parts, torch.float32)
     assert torch.equal(again.qdata, weight.qdata) and same_bits(again.scale, weight.scale)
     assert torch.equal(again.per_tensor_scale, weight.per_tensor_scale) and again.shape == weight.shape
+    assert not parts.quantizes_activations and parts.input_scale is parts.activation_divisor() is None
 
 
 def test_experts_and_rows_keep_their_scales():
@@ -66,10 +67,3 @@ def test_what_no_format_supports_raises_an_error():
     parts = parts_of(quantize(torch.randn(32, 64)))
     with pytest.raises(ValueError, match=r"block scales \(32, 4\).*found \(32, 3\)"):
         tensor_of(parts.replace(scale=parts.scale[:, :3]))
-
-
-def test_weight_only_has_no_input_scale():
-    assert isinstance(tensor_of(parts_of(w4a4())), NVFP4Tensor)
-    parts = parts_of(quantize(torch.randn(32, 64)))
-    assert isinstance(parts, LinearParts) and not parts.quantizes_activations and parts.input_scale is None
-    assert parts.activation_divisor() is None

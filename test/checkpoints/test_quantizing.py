@@ -1,10 +1,8 @@
 """Quantizing a folder: bitwise equality with quantize(), shared scales, and memory."""
 
-import json
-
 import pytest
 import torch
-from helpers.checkpoint_folders import content, dense_tensors, same_files, write_dense
+from helpers.checkpoint_folders import content, dense_tensors, edit_json, same_files, write_dense
 
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
 from nvfp4_tensor.checkpoints import quantizing, tensor_of
@@ -18,10 +16,7 @@ def amax_of(tensors, *names):
     return max(tensors[name].float().abs().max() for name in names)
 
 
-SPECS = [QuantizeSpec(), QuantizeSpec(four_over_six=True), QuantizeSpec(scale_search=True), QuantizeSpec(block_rows=16)]
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", [QuantizeSpec(four_over_six=True), QuantizeSpec(block_rows=16)], ids=str)
 def test_the_bits_of_quantize(tmp_path, spec):
     tensors = write_dense(tmp_path / "src")
     checkpoints.quantize(tmp_path / "src", tmp_path / "dst", spec=spec, **options())
@@ -97,58 +92,53 @@ def test_what_is_quantized(tmp_path):
         chosen(exclude=["*_proj"])
 
 
+def warned_by(tensors, folder, message, **more):
+    """Quantizes a dense folder of these tensors, which has to warn."""
+    write_dense(folder / "src", tensors)
+    with pytest.warns(UserWarning, match=message):
+        checkpoints.quantize(folder / "src", folder / "dst", **options(**more))
+
+
 def test_half_a_group_warns(tmp_path):
-    write_dense(tmp_path / "src")
-    with pytest.warns(
-        UserWarning, match=r"layers\.0\.self_attn\.v_proj\.weight, .* are dense, but linears that servers join them"
-    ):
-        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options(exclude=["*.v_proj"]))
+    """Linears that servers join, some of which are dense, or have no static scale."""
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+    left = r"layers\.0\.self_attn\.v_proj\.weight, .* are dense, but linears that servers join them"
+    warned_by(dense_tensors(), tmp_path / "a", left, exclude=["*.v_proj"])
+    amax = {"model.layers.0.self_attn.q_proj": 3.0, "model.layers.1.mlp.down_proj": 1.0}
+    mixed = r"0\.self_attn\.k_proj\.weight, .*v_proj\.weight are weight-only .* are W4A4"
+    warned_by(dense_tensors(), tmp_path / "b", mixed, input_amax=amax)
+
+
+def test_half_the_experts_warn(tmp_path):
+    parts = ("gate_proj", "up_proj", "down_proj")
+    names = [f"model.layers.0.mlp.experts.{e}.{part}.weight" for e in range(2) for part in parts]
+    tensors = {name: torch.randn(32, 32) for name in (*names, "model.layers.0.mlp.gate.weight")}
+    message = r"experts\.0\.down_proj\.weight, .*experts\.1\.down_proj\.weight are dense"
+    warned_by(tensors, tmp_path, message, exclude=["*.down_proj"])
+    checkpoints.quantize(tmp_path / "src", tmp_path / "all", **options())  # the router is no expert
 
 
 def test_a_tied_output_layer_that_is_asked_for_by_name(tmp_path):
     tensors = dense_tensors(1)
     del tensors["lm_head.weight"]
     write_dense(tmp_path / "src", tensors)
-    with pytest.raises(
-        ValueError,
-        match=r"'lm_head' matches no linear .*: its output layer .* quantize_lm_head=True quantizes",
-    ):
+    message = r"'lm_head' matches no linear .*: its output layer .* quantize_lm_head=True quantizes"
+    with pytest.raises(ValueError, match=message):
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options(include=["lm_head"]))
 
 
-def test_half_the_experts_warn(tmp_path):
-    parts = ("gate_proj", "up_proj", "down_proj")
-    names = [f"model.layers.0.mlp.experts.{e}.{part}.weight" for e in range(2) for part in parts]
-    write_dense(tmp_path / "src", {name: torch.randn(32, 32) for name in (*names, "model.layers.0.mlp.gate.weight")})
-    with pytest.warns(UserWarning, match=r"experts\.0\.down_proj\.weight, .*experts\.1\.down_proj\.weight are dense"):
-        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options(exclude=["*.down_proj"]))
-    checkpoints.quantize(tmp_path / "src", tmp_path / "all", **options())  # the router is no expert
-
-
-def test_half_a_calibrated_group_warns(tmp_path):
-    write_dense(tmp_path / "src")
-    amax = {"model.layers.0.self_attn.q_proj": 3.0, "model.layers.1.mlp.down_proj": 1.0}
-    with pytest.warns(UserWarning, match=r"0\.self_attn\.k_proj\.weight, .*v_proj\.weight are weight-only .* are W4A4"):
-        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", input_amax=amax, **options())
-
-
-def test_experts_in_one_tensor_stay_dense_and_are_named(tmp_path):
-    """As Llama 4 and gpt-oss have them, which would else be left out without a word."""
-    write_dense(tmp_path / "src", {**dense_tensors(1), "model.layers.0.mlp.experts.down_proj": torch.randn(2, 32, 16)})
-    with pytest.warns(UserWarning, match=r"stay dense: model\.layers\.0\.mlp\.experts\.down_proj \[2, 32, 16\]"):
-        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
-
-
 @pytest.mark.parametrize("is_mixture", [False, True])
-def test_stacked_experts_of_other_names_are_named(tmp_path, is_mixture, recwarn):
-    """GraniteMoE's and JetMoE's, not a convolution of 16 taps in a model without experts."""
+def test_experts_in_one_tensor_stay_dense_and_are_named(tmp_path, is_mixture, recwarn):
+    """Llama 4's and, by the configuration, GraniteMoE's; not a convolution of 16 taps in a model without experts."""
     tensors = {"moe.input_linear.weight": torch.randn(2, 32, 16), "conv.weight": torch.randn(32, 1, 16)}
+    tensors["mlp.experts.down_proj"] = torch.randn(2, 32, 16)
     write_dense(tmp_path / "src", {**dense_tensors(1), **tensors})
-    config = json.loads((tmp_path / "src/config.json").read_text())
-    (tmp_path / "src/config.json").write_text(json.dumps(config | ({"num_local_experts": 2} if is_mixture else {})))
+    edit_json(tmp_path / "src/config.json", lambda c: c.update({"num_local_experts": 2} if is_mixture else {}))
     checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
-    named = [str(each.message) for each in recwarn if "experts in one tensor stay dense" in str(each.message)]
-    assert len(named) == is_mixture and all("dense: moe.input_linear.weight [2, 32, 16]. " in each for each in named)
+    (named,) = [str(each.message) for each in recwarn if "experts in one tensor stay dense" in str(each.message)]
+    assert "mlp.experts.down_proj [2, 32, 16]" in named and "conv" not in named
+    assert ("moe.input_linear.weight [2, 32, 16]" in named) == is_mixture
 
 
 def test_what_does_not_fit_stays_dense_and_is_named(tmp_path):
@@ -203,17 +193,12 @@ def test_sources_that_raise_errors(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["dst", "src"]
 
 
-def test_all_zero_weights(tmp_path):
-    write_dense(tmp_path / "src", {"q_proj.weight": torch.zeros(16, 32), "k_proj.weight": torch.randn(16, 32)})
-    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+def test_zeros_and_nan(tmp_path):
+    tensors, down = dense_tensors(1), "model.layers.0.mlp.down_proj.weight"
+    q, k = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
+    tensors[down][3, 5] = float("nan")
+    tensors[q].zero_()
+    warned_by(tensors, tmp_path, r"1 weights have NaN blocks, model.layers.0.mlp.down_proj.weight, and vLLM")
     with checkpoints.read(tmp_path / "dst") as read:
-        assert not tensor_of(read.linear("q_proj.weight")).dequantize().any()
-        assert torch.equal(read.per_tensor_scale("q_proj.weight"), read.per_tensor_scale("k_proj.weight"))
-
-
-def test_nan_warns(tmp_path):
-    tensors = dense_tensors(1)
-    tensors["model.layers.0.mlp.down_proj.weight"][3, 5] = float("nan")
-    write_dense(tmp_path / "src", tensors)
-    with pytest.warns(UserWarning, match=r"1 weights have NaN blocks, model.layers.0.mlp.down_proj.weight, and vLLM"):
-        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", **options())
+        assert not tensor_of(read.linear(q)).dequantize().any()
+        assert torch.equal(read.per_tensor_scale(q), read.per_tensor_scale(k))

@@ -1,13 +1,13 @@
 """Folders with something that a reader does not understand: refused by name, before a byte is written."""
 
 import hashlib
-import json
+import itertools
 import random
 import shutil
 
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, edit, edit_json, write_dense
+from helpers.checkpoint_folders import edit, edit_json
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import Entry, inspection
@@ -21,23 +21,8 @@ RESCALING = (
 Q = "model.layers.0.self_attn.q_proj"
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources")
-    write_dense(folder / "dense")
-    for format in FORMATS[:-1]:
-        name = "comfy/model.safetensors" if format == "comfy" else format
-        (folder / "comfy").mkdir(exist_ok=True)
-        checkpoints.quantize(folder / "dense", folder / name, to=format, progress=False)
-    return folder
-
-
 def contents(folder):
-    return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
 def calls(path, out):
@@ -63,8 +48,10 @@ def copied(sources, tmp_path, format):
     return folder, folder / "model.safetensors" if format == "comfy" else folder
 
 
-@pytest.mark.parametrize("suffix", RESCALING)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("format", "suffix"),
+    [*zip(itertools.cycle(FORMATS[:-1]), RESCALING, strict=False), *(("dense", suffix) for suffix in RESCALING)],
+)
 def test_tensors_that_rescale_a_weight(sources, tmp_path, format, suffix):
     folder, path = copied(sources, tmp_path, format)
     edit(folder, lambda tensors: tensors.update({f"{Q}.{suffix}": torch.full((64,), 4.0)}))
@@ -77,7 +64,7 @@ def test_tensors_that_rescale_a_weight(sources, tmp_path, format, suffix):
 def test_an_unknown_tensor_beside_codes(sources, tmp_path, format):
     """A linear has a weight and a bias, so that any other tensor is part of a quantization; but of a cache, too."""
     rng = random.Random(format)
-    for name in ("".join(rng.choices("abcdefghijklm_", k=9)) for _ in range(5)):
+    for name in ("".join(rng.choices("abcdefghijklm_", k=9)) for _ in range(2)):
         folder, path = copied(sources, tmp_path, format)
         edit(folder, lambda tensors, name=name: tensors.update({f"{Q}.{name}": torch.ones(1)}))
         with pytest.raises(ValueError, match=rf"q_proj\.{name} change the meaning"):
@@ -89,8 +76,14 @@ def test_an_unknown_tensor_beside_codes(sources, tmp_path, format):
         assert {f"{Q}.bias", f"{Q}.k_scale"} <= read.entries.keys()
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [
+        *(("dense", t) for t in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32)),
+        *(("modelopt", torch.uint8), ("compressed-tensors", torch.int8), ("torchao", torch.float8_e4m3fn)),
+        *(("mlx", torch.int32), ("comfy", torch.float8_e5m2)),
+    ],
+)
 def test_weights_in_codes(sources, tmp_path, format, dtype):
     """FP8, int8 and packed matrices among NVFP4 or dense ones, with and without scales."""
     folder, path = copied(sources, tmp_path, format)
@@ -148,41 +141,3 @@ def test_a_quantization_that_a_nested_configuration_describes(sources, tmp_path)
     method = {"quantization_config": {"quant_method": "fp8"}}
     edit_json(folder / "config.json", lambda config: config.update(text_config=method))
     assert_refused(path, tmp_path / "out", "found one quantized by fp8")
-
-
-@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "mlx", "dense"])
-def test_an_index_with_a_missing_file(sources, tmp_path, format):
-    folder, path = copied(sources, tmp_path, format)
-    names = dict.fromkeys([f"{Q}.weight"], "model-00002-of-00002.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ValueError, match=r"names model-00002-of-00002\.safetensors, which is not in"):
-        checkpoints.read(path, format)
-
-
-@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "mlx"])
-def test_a_missing_or_reshaped_tensor(sources, tmp_path, format):
-    """Each tensor of a quantized weight, left out and with half of its rows."""
-    _, path = copied(sources, tmp_path, format)
-    with checkpoints.read(path) as read:
-        keys = [key for key in read.shards.info if "q_proj" in key and "layers.0" in key]
-    shutil.rmtree(path)
-    assert len(keys) > 1
-    for key in keys:
-        for change in (
-            lambda t, key=key: t.pop(key),
-            lambda t, key=key: t.update({key: t[key].reshape(-1)[:8].clone()}),
-        ):
-            folder, path = copied(sources, tmp_path, format)
-            edit(folder, change)
-            try:
-                with checkpoints.read(path) as read:  # mlx may have a dense weight of this name
-                    assert not read.entries[f"{Q}.weight"].quantized or read.linear(f"{Q}.weight").shape == (64, 64)
-            except ValueError as error:
-                assert "q_proj" in str(error)
-            shutil.rmtree(folder)
-
-
-def test_golden_folders_are_understood():
-    for folder in sorted(GOLDEN.iterdir()):
-        if (folder / "config.json").exists():
-            checkpoints.read(folder).close()

@@ -1,66 +1,82 @@
 """The commands on a small model, against the library."""
 
 import json
-import subprocess
+import runpy
 import sys
-from pathlib import Path
 
 import pytest
+import torch
+
+import nvfp4_cli
+from nvfp4_tensor import checkpoints
 
 pytestmark = pytest.mark.slow
 
 
-def _broken(folder: Path, quantized: Path) -> Path:
-    """The checkpoint with its last bytes cut off."""
-    folder.mkdir()
-    for file in quantized.iterdir():
-        data = file.read_bytes()
-        (folder / file.name).write_bytes(data[:-100] if file.suffix == ".safetensors" else data)
-    return folder
-
-
-def test_what_a_user_gets_wrong_is_one_line_without_a_traceback(dense, quantized, tmp_path, text):
-    """In processes of their own, as a shell runs them."""
-    (tmp_path / "empty").mkdir()
+def test_what_a_user_gets_wrong_is_one_line_without_a_traceback(dense, quantized, tmp_path, text, capsys):
+    for name in ("empty", "there", "alone", "broken"):
+        (tmp_path / name).mkdir()
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
-    broken = _broken(tmp_path / "broken", quantized)
-    there = tmp_path / "there"
-    there.mkdir()
-    (there / "file").write_text("")
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    (alone / "model.safetensors").write_bytes((dense / "model.safetensors").read_bytes())
+    (tmp_path / "there/file").write_text("")
+    (tmp_path / "alone/model.safetensors").write_bytes((dense / "model.safetensors").read_bytes())
+    for file in quantized.iterdir():  # its last bytes cut off
+        data = file.read_bytes()
+        (tmp_path / "broken" / file.name).write_bytes(data[:-100] if file.suffix == ".safetensors" else data)
+    new = tmp_path / "x"
     cases = [
         (["inspect", tmp_path / "empty"], "is not a checkpoint"),
-        (["inspect", broken], "model.safetensors"),
-        (["quantize", quantized, tmp_path / "x"], "dense"),
-        (["quantize", dense, there], "already exists"),
-        (["quantize", dense, tmp_path / "x", "--exclude", "*.nothing"], "matches no linear"),
-        (["quantize", dense, there, "--calibrate", text], "already exists"),
-        (["quantize", dense, tmp_path / "x", "--calibrate", tmp_path / "bytes.txt"], "not text in UTF-8"),
-        (["convert", dense, tmp_path / "x"], "has no NVFP4"),
-        (["convert", quantized, tmp_path / "x", "--to", "mlx"], "pass --lossy"),
+        (["inspect", tmp_path / "broken"], "model.safetensors"),
+        (["quantize", quantized, new], "use `nvfp4 convert` for a quantized model"),
+        (["quantize", dense, tmp_path / "there"], "already exists"),
+        (["quantize", dense, new, "--exclude", "*.nothing"], "matches no linear"),
+        (["quantize", dense, new, "--head", "--exclude", "lm_head"], "--exclude leaves it dense"),
+        (["quantize", dense, tmp_path / "there", "--calibrate", text], "already exists"),
+        (["quantize", dense, new, "--calibrate", tmp_path / "bytes.txt"], "not text in UTF-8"),
+        (["quantize", dense, new, "--to", "mlx", "--calibrate", text, "--gptq"], "add --lossy"),
+        (["quantize", dense, new, "--to", "mlx", "--calibrate", text, "--weighted"], "readers of --to mlx have none"),
+        (["quantize", dense, new, "--calibrate", text, "--bits", 4.5, "--tokens", 64], "bits"),
+        (["convert", dense, new], "has no NVFP4"),
+        (["convert", quantized, new, "--to", "mlx"], "pass --lossy, or pass --global-scale"),
         (["compare", dense, quantized, "--text", tmp_path / "bytes.txt"], "not text in UTF-8"),
-        (["generate", alone, "hi"], "--config-from"),
+        (["generate", tmp_path / "alone", "hi"], "--config-from"),
     ]
-    script = (
-        "import json, sys, nvfp4_cli\nfor arguments in json.load(sys.stdin):\n"
-        "    print('@', nvfp4_cli.main(arguments), file=sys.stderr)\n"
-    )
-    given = json.dumps([[str(each) for each in arguments] for arguments, _ in cases])
-    done = subprocess.run([sys.executable, "-c", script], input=given, capture_output=True, text=True)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    said = done.stderr.split("@ 1\n")[:-1]
-    assert len(said) == len(cases), done.stderr
-    for (arguments, wanted), error in zip(cases, said, strict=True):
-        last = error.strip().splitlines()[-1]
-        assert last.startswith("nvfp4: ") and wanted in last, (arguments, error)
-    assert not (tmp_path / "x").exists()
+    for arguments, wanted in cases:
+        assert nvfp4_cli.main([str(each) for each in arguments]) == 1
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith("nvfp4: ") and wanted in last, (arguments, last)
+    assert not new.exists()
 
 
-def test_a_process_exits_1_and_says_it_in_json(tmp_path):
-    command = [sys.executable, "-m", "nvfp4_tensor", "inspect", str(tmp_path), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and not done.stdout
-    error = json.loads(done.stderr.strip().splitlines()[-1])
+def test_a_process_exits_1_and_says_it_in_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["nvfp4", "inspect", str(tmp_path), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("nvfp4_tensor", run_name="__main__")
+    said = capsys.readouterr()
+    error = json.loads(said.err.strip().splitlines()[-1])
+    assert ended.value.code == 1 and not said.out
     assert error["type"] == "ValueError" and "is not a checkpoint" in error["error"]
+
+
+def test_convert_goes_round_trip(quantized, tmp_path, run):
+    run("convert", quantized, tmp_path / "there", "--to", "compressed-tensors")
+    said = run("convert", tmp_path / "there", tmp_path / "back", "--to", "modelopt", "--json")
+    file = "model.safetensors"
+    sizes = [(tmp_path / name / file).stat().st_size for name in ("there", "back")]
+    assert said["quantized"] == 14 and [said["source_bytes"], said["bytes"]] == sizes and sizes[0] != sizes[1]
+    assert (tmp_path / "back" / file).read_bytes() == (quantized / file).read_bytes()
+
+
+def test_convert_takes_the_options_of_every_format(quantized, tmp_path, run):
+    run("convert", quantized, tmp_path / "exact", "--to", "mlx", "--global-scale", "--lossy")
+    run("convert", quantized, tmp_path / "rounded", "--to", "mlx", "--lossy")
+    run("convert", quantized, tmp_path / "a4.safetensors", "--to", "comfy", "--quantize-activations")
+    run("convert", quantized, tmp_path / "a16.safetensors", "--to", "comfy", "--no-quantize-activations")
+    read = {}
+    for path in (quantized, *(tmp_path / each for each in ("exact", "rounded", "a4.safetensors", "a16.safetensors"))):
+        with checkpoints.read(path) as checkpoint:
+            read[path.name] = checkpoint.linear("model.layers.1.mlp.up_proj.weight")
+    own = read.pop(quantized.name)
+    assert [parts.quantizes_activations for parts in read.values()] == [False, False, True, False]
+    assert all(torch.equal(read[key].qdata, own.qdata) for key in ("exact", "a4.safetensors", "a16.safetensors"))
+    assert read["exact"].per_tensor_scale == pytest.approx(own.per_tensor_scale.item(), rel=1e-6)
+    assert read["rounded"].per_tensor_scale == 1

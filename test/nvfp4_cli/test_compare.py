@@ -11,20 +11,21 @@ from nvfp4_tensor.checkpoints.comparison import compare
 pytestmark = pytest.mark.slow
 
 
+def values(dense, quantized, name):
+    with checkpoints.read(dense) as a, checkpoints.read(quantized) as b:
+        return a.dense(name).float(), checkpoints.tensor_of(b.linear(name), torch.float32).dequantize()
+
+
 def test_compare_says_what_the_tensors_say(dense, quantized, run):
     said = run("compare", dense, quantized, "--json")
     name = "model.layers.0.self_attn.q_proj.weight"
-    with checkpoints.read(dense) as a, checkpoints.read(quantized) as b:
-        x = a.dense(name).float()
-        y = checkpoints.tensor_of(b.linear(name), torch.float32).dequantize()
+    x, y = values(dense, quantized, name)
     layer = next(layer for layer in said["layers"] if layer["name"] == name)
     assert layer["relative"] == pytest.approx(((y - x).norm() / x.norm()).item(), rel=1e-5)
     assert layer["snr"] == pytest.approx(-20 * math.log10(layer["relative"]))
     assert layer["largest"] == (y - x).abs().max().item()
     worst = said["worst"][0]
-    with checkpoints.read(dense) as a, checkpoints.read(quantized) as b:
-        x = a.dense(worst["name"]).float()
-        y = checkpoints.tensor_of(b.linear(worst["name"]), torch.float32).dequantize()
+    x, y = values(dense, quantized, worst["name"])
     errors = (y - x).view(len(x), -1, 16).norm(dim=-1)
     assert errors[worst["row"], worst["column"] // 16].item() == pytest.approx(worst["error"])
     assert worst["error"] == pytest.approx(errors.max().item())

@@ -1,15 +1,16 @@
-"""Reports: complete, self-contained, and rendered by a browser."""
+"""Reports are complete and need nothing else; their charts, and results as tables and JSON."""
 
 import html
 import math
 import re
 import shlex
-import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from nvfp4_cli.report.charts import Mark, bars, line
+from nvfp4_cli.results import plain, table
 
 pytestmark = pytest.mark.slow
 
@@ -74,55 +75,6 @@ def test_inspect_says_how_to_learn_what_it_cannot_know(reports, quantized, dense
     assert "What to leave dense" in (tmp_path / "compare.html").read_text()
 
 
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api")
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    with api.sync_playwright() as playwright:
-        try:
-            started = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        except api.Error as error:
-            pytest.skip(f"no browser: {error}")
-        yield started
-        started.close()
-
-
-@pytest.mark.parametrize("name", ["inspect", "compare"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_browser_draws_it_without_an_error_or_a_request(reports, browser, name, scheme):
-    page = browser.new_page(color_scheme=scheme, viewport={"width": 1100, "height": 900})
-    faults, requests = [], []
-    page.on("pageerror", lambda error: faults.append(str(error)))
-    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
-    page.on("request", lambda request: requests.append(request.url))
-    page.goto(reports[name].as_uri())
-    assert not faults and requests == [reports[name].as_uri()]
-    for chart in page.query_selector_all("svg"):
-        box, bars_ = chart.bounding_box(), chart.query_selector_all("rect.bar, circle.dot")
-        assert box["width"] > 600 and box["height"] > 150
-        for bar in bars_:
-            inside = bar.bounding_box()
-            assert inside["x"] >= box["x"] and inside["x"] + inside["width"] <= box["x"] + box["width"] + 0.5
-            assert inside["y"] >= box["y"] and inside["y"] + inside["height"] <= box["y"] + box["height"] + 0.5
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")  # nothing sticks out
-    page.close()
-
-
-def test_a_click_on_a_head_sorts(reports, browser):
-    page = browser.new_page()
-    page.goto(reports["compare"].as_uri())
-    head = page.locator("th", has_text=re.compile("^SNR dB$"))
-    column = "[...document.querySelectorAll('table')].find(t => t.tHead.textContent.includes('SNR')).tBodies[0].rows"
-    read = f"[...{column}].map(row => parseFloat(row.cells[4].textContent)).filter(x => !isNaN(x))"
-    head.locator("button").click()
-    falling = page.evaluate(read)
-    assert falling == sorted(falling, reverse=True) and len(set(falling)) > 5
-    assert head.get_attribute("aria-sort") == "descending"
-    head.locator("button").click()
-    assert page.evaluate(read) == sorted(falling)
-    page.close()
-
-
 def heights(svg):
     return [float(height) for height in re.findall(r'<rect[^>]* height="([\d.]+)"', svg)]
 
@@ -131,27 +83,21 @@ def test_bars_are_as_high_as_their_values():
     drawn = bars([Mark("a", 1.0, "a"), Mark("b", 4.0, "b"), Mark("c", 2.0, "c")], unit="x")
     low, high, middle = heights(drawn)
     assert low / high == pytest.approx(0.25, abs=1e-3) and middle / high == pytest.approx(0.5, abs=1e-3)
-
-
-def test_bars_by_logarithm_are_evenly_apart():
-    drawn = bars(
-        [Mark("a", 1.0, ""), Mark("b", 10.0, ""), Mark("none", 0.0, ""), Mark("c", 100.0, "")], unit="x", log=True
-    )
-    one, ten, hundred = heights(drawn)
+    marks = [Mark("a", 1.0, ""), Mark("b", 10.0, ""), Mark("none", 0.0, ""), Mark("c", 100.0, "")]
+    one, ten, hundred = heights(bars(marks, unit="x", log=True))
     assert one == 0.5 and hundred / ten == pytest.approx(2, abs=1e-3)
-
-
-@pytest.mark.parametrize("marks", [[], [Mark("a", math.nan, "")]])
-def test_nothing_to_draw_is_said(marks):
-    assert "nothing to draw" in bars(marks, unit="x")
-
-
-def test_names_are_escaped():
     assert "<script>" not in bars([Mark("<script>", 1.0, "<script>")], unit="<script>")
 
 
 def test_a_line_needs_two_places():
+    assert all("nothing to draw" in bars(marks, unit="x") for marks in ([], [Mark("a", math.nan, "")]))
     assert "nothing to draw" in line([(1, 2, ""), (1, 3, "")], unit="y", below="x")
     drawn = line([(4.5, 17, "p"), (16, 14, "q")], unit="y", below="x")
     (x1, y1), (x2, y2) = re.findall(r'<circle[^>]*cx="([\d.]+)" cy="([\d.]+)"', drawn)
     assert float(x1) < float(x2) and float(y1) < float(y2)  # lower is further down the page
+
+
+def test_tables_and_json_of_results():
+    """JSON has neither NaN nor infinity."""
+    assert plain({"a": [math.inf, 1.0, Path("x")], "b": math.nan}) == {"a": [None, 1.0, "x"], "b": None}
+    assert table(("a", "bc"), [("long", "1")]).split("\n") == ["a     bc", "long   1"]

@@ -58,9 +58,6 @@ def test_no_message_names_an_argument_of_python():
     assert len(found) > 200
     left = [(where, text) for where, text in found if PYTHON.search(text) and not any(u in text for u in UNREACHED)]
     assert not [each for each in left if not each[0].startswith("quantization/accuracy/gptq/config")], left
-
-
-def test_every_word_is_in_some_message():
     text = "\n".join(text for _, text in messages())
     assert not [python for python in WORDS if python not in text]
 
@@ -76,30 +73,6 @@ def fails(capsys):
         return error
 
     return call
-
-
-def test_what_commands_say(dense, quantized, text, tmp_path, fails):
-    assert "use `nvfp4 convert` for a quantized model" in fails("quantize", quantized, tmp_path / "x")
-    assert "pass --lossy, or pass --global-scale" in fails("convert", quantized, tmp_path / "x", "--to", "mlx")
-    assert "--head quantizes lm_head.weight, and --exclude leaves it dense" in fails(
-        "quantize", dense, tmp_path / "x", "--head", "--exclude", "lm_head"
-    )
-    for how in ("--gptq", "--weighted"):
-        said = fails("quantize", dense, tmp_path / "x", "--to", "mlx", "--calibrate", text, how)
-        assert "readers of --to mlx have none for" in said and "add --lossy" in said
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--four-over-six", "--scale-search"], "--scale-search has the choices of --four-over-six and more"),
-        (["--gptq", "--round-mode", "stochastic"], "--gptq rounds to nearest: leave out --round-mode stochastic"),
-    ],
-)
-def test_options_that_do_not_go_together(flags, message, dense, text, tmp_path, fails):
-    said = fails("quantize", dense, tmp_path / "x", "--calibrate", text, *flags, status=2)
-    assert message in " ".join(said.split())
 
 
 def test_activations_that_no_calibration_saw(quantized, tmp_path, fails):

@@ -1,11 +1,6 @@
 """The fine-tuning of all weights: its loss, its bits after an interruption, its plan, what it saves."""
 
-import copy
-import random
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +8,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nvfp4_tensor import NVFP4Tensor, training
-from tutorials.finetune_8b_24gb import ChunkedCrossEntropy, Finetuner, Settings, main, save_for_transformers
+from tutorials.finetune_8b_24gb import ChunkedCrossEntropy, Finetuner, Settings, main, save_for_transformers, train
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +34,7 @@ def bits(model):
     return torch.cat(tensors)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("chunk", [7, 100])
 def test_the_chunked_loss_is_cross_entropy(chunk):
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(30, 16), torch.randn(50, 16), torch.randint(50, (30,))
@@ -56,74 +51,35 @@ def test_the_chunked_loss_is_cross_entropy(chunk):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_learns(tied):
+def test_it_learns_and_saves_what_it_learned(tied, tmp_path):
     finetuner = Finetuner(llama(tie_word_embeddings=tied), text(), SETTINGS, "cpu")
     assert isinstance(finetuner.model.model.layers[0].mlp.up_proj.weight, NVFP4Tensor)
     losses = [finetuner.train_step() for _ in range(30)]
     assert losses[-1] < losses[0] - 1.5
     assert all(p.grad is None for p in finetuner.model.parameters())
+    save_for_transformers(finetuner.model, tmp_path)
+    again = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for name, p in finetuner.model.named_parameters():
+        assert torch.equal(again.get_parameter(name), p.dequantize() if isinstance(p, NVFP4Tensor) else p)
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_resumed_is_uninterrupted_bit_for_bit(steps, tmp_path):
+def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(tmp_path, monkeypatch):
+    """In its third step, half-way through the checkpoint: it goes on from the one before."""
     whole, first, second = (Finetuner(llama(), text(), SETTINGS, "cpu") for _ in range(3))
-    losses = [whole.train_step() for _ in range(6)]
-    for _ in range(steps):
-        first.train_step()
-    torch.save(first.state_dict(), tmp_path / "checkpoint.pt")
-    second.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
-    assert [second.train_step() for _ in range(6 - steps)] == losses[steps:]
-    assert torch.equal(bits(second.model), bits(whole.model))
-
-
-CHILD = """
-import sys
-from pathlib import Path
-import torch
-sys.path[:0] = sys.argv[2:]
-from test_finetune_8b_24gb import SETTINGS, llama, text
-from tutorials.finetune_8b_24gb import Finetuner, train
-folder = Path(sys.argv[1])
-finetuner = Finetuner(llama(), text(), SETTINGS, "cpu")
-if (folder / "checkpoint.pt").exists():
-    finetuner.load_state_dict(torch.load(folder / "checkpoint.pt", weights_only=True))
-for loss in train(finetuner, folder, 1):
-    print("step", finetuner.step, loss, flush=True)
-"""
-
-
-def test_a_run_that_is_killed_at_random_steps_ends_with_the_bits_of_one_that_is_not(tmp_path):
-    whole = Finetuner(llama(), text(), SETTINGS, "cpu")
     losses = [whole.train_step() for _ in range(SETTINGS.steps)]
-    random_steps, kills, seen = random.Random(0), 0, {}
-    here = Path(__file__).parent
-    while True:
-        command = [sys.executable, "-c", CHILD, str(tmp_path), str(here), str(here.parents[1])]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=here.parents[1])
-        stop = random_steps.randint(1, 2) if kills < 3 else SETTINGS.steps + 1
-        for count, line in enumerate(child.stdout, 1):
-            _, step, loss = line.split()
-            seen[int(step)] = float(loss)
-            if count == stop:
-                child.kill()  # SIGKILL, somewhere in the next step or its checkpoint
-                break
-        if child.wait() == 0:
-            break
-        kills += 1
-        assert kills <= 3
-    assert kills == 3 and [seen[step + 1] for step in range(SETTINGS.steps)] == losses
-    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    again = Finetuner(llama(), text(), SETTINGS, "cpu")
-    again.load_state_dict(saved)
-    assert torch.equal(bits(again.model), bits(whole.model))
+    running = train(first, tmp_path, 1)
+    assert [next(running) for _ in range(3)] == losses[:3]
 
+    def killed(state, path):
+        path.write_bytes(b"PK")
+        raise KeyboardInterrupt
 
-def test_other_settings_do_not_resume():
-    finetuner = Finetuner(llama(), text(), SETTINGS, "cpu")
-    state = finetuner.state_dict()
-    state["settings"]["batch"] = 3
-    with pytest.raises(ValueError, match="other settings: batch"):
-        finetuner.load_state_dict(state)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "save", killed)
+        next(running)
+    second.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+    assert second.step == 2 and list(train(second, tmp_path, 0)) == losses[2:]
+    assert torch.equal(bits(second.model), bits(whole.model))
 
 
 @pytest.mark.parametrize(
@@ -146,21 +102,11 @@ def test_bad_input_ends_before_a_model_is_opened(content, arguments, message, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_the_saved_model_is_the_trained_one(tmp_path):
-    finetuner = Finetuner(llama(), text(), SETTINGS, "cpu")
-    finetuner.train_step()
-    save_for_transformers(finetuner.model, tmp_path)
-    again = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    for name, p in finetuner.model.named_parameters():
-        value = p.dequantize() if isinstance(p, NVFP4Tensor) else p
-        assert torch.equal(again.get_parameter(name), value)
-
-
 def test_the_plan_counts_what_there_is():
     """Weights and moments of the plan are those of the run, within the padding of scales; the rest is an estimate."""
     model = llama(hidden_size=256, intermediate_size=512)
     plan = training.plan_finetuning(model, tokens=48, loss_chunk=20, on_cuda=False)
-    finetuner = Finetuner(copy.deepcopy(model), text(), SETTINGS, "cpu")
+    finetuner = Finetuner(model, text(), SETTINGS, "cpu")
     finetuner.train_step()
     weights = sum(
         p.qdata.nbytes + p.scale.nbytes if isinstance(p, NVFP4Tensor) else p.nbytes
@@ -194,8 +140,13 @@ def test_llama_3_8b_fits_into_24_gib():
         training.plan_finetuning(model, tokens=64 * 2048).check(24 << 30)
 
 
-def test_models_without_sizes_are_refused():
+def test_what_is_refused():
     with pytest.raises(ValueError, match="has no hidden_size"):
         training.plan_finetuning(torch.nn.Linear(4, 4), tokens=8)
     with pytest.raises(ValueError, match="give more text"):
         Finetuner(llama(), text()[:10], SETTINGS, "cpu")
+    finetuner = Finetuner(llama(), text(), SETTINGS, "cpu")
+    state = finetuner.state_dict()
+    state["settings"]["batch"] = 3
+    with pytest.raises(ValueError, match="other settings: batch"):
+        finetuner.load_state_dict(state)

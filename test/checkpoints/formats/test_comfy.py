@@ -8,9 +8,9 @@ from helpers.checkpoints import InMemory, same_parts
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
+from nvfp4_tensor import QuantizeSpec, quantize
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
-from nvfp4_tensor.checkpoints.formats.comfy import FORMAT, swap_nibbles
+from nvfp4_tensor.checkpoints.formats.comfy import FORMAT
 
 
 def write(path, tensors, **options):
@@ -30,7 +30,7 @@ def a_model(rows=48, columns=80):
     }
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(48, 80), (130, 272), (5, 40), (16, 16)])
+@pytest.mark.parametrize(("rows", "columns"), [(130, 272), (5, 40)])
 def test_round_trip(tmp_path, rows, columns):
     tensors = a_model(rows, columns)
     with write(tmp_path / "a.safetensors", tensors) as checkpoint:
@@ -48,21 +48,7 @@ def test_round_trip(tmp_path, rows, columns):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
 
 
-def test_loaded_and_saved(tmp_path):
-    model = torch.nn.ModuleDict({"up": torch.nn.Linear(40, 24), "out": torch.nn.Linear(64, 16, bias=False)})
-    tensors = {
-        "up.weight": quantize(torch.randn(24, 40)),
-        "up.bias": torch.randn(24),
-        "out.weight": torch.randn(16, 64),
-    }
-    write(tmp_path / "a.safetensors", tensors)
-    checkpoints.load(model, tmp_path / "a.safetensors", progress=False)
-    assert torch.equal(model["up"].weight.dequantize(), tensors["up.weight"].dequantize())
-    checkpoints.save(model, tmp_path / "b.safetensors", format="comfy", progress=False)
-    assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(48, 96), (130, 272), (5, 40)])
+@pytest.mark.parametrize(("rows", "columns"), [(130, 272), (5, 40)])
 def test_comfy_kitchen_decodes_the_same(tmp_path, rows, columns):
     kitchen = pytest.importorskip("comfy_kitchen")
     want = quantize(torch.randn(rows, columns))
@@ -110,10 +96,6 @@ def test_activations_by_choice(tmp_path, wanted):
         assert [e.quantizes_activations for e in quantized.values()] == [wanted] * 3
         assert quantized["down"].has_input_scale == wanted and not quantized["up"].has_input_scale
         assert checkpoint.linear("blocks.0.down.weight").quantizes_activations == wanted
-
-
-def test_nibbles():
-    assert swap_nibbles(torch.tensor([0x12, 0xF0, 0x0F], dtype=torch.uint8)).tolist() == [0x21, 0x0F, 0xF0]
 
 
 def test_refusals(tmp_path):

@@ -40,7 +40,7 @@ def mlx_values(folder, name=NAME):
     )
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(48, 80), (3, 16), (128, 256)])
+@pytest.mark.parametrize(("rows", "columns"), [(48, 80), (3, 16)])
 def test_round_trip(tmp_path, rows, columns):
     tensors = of_one(rows, columns)
     with write(tmp_path / "a", tensors) as checkpoint:
@@ -189,16 +189,3 @@ def test_wrong_folders_raise_an_error(tmp_path):
         with pytest.raises(ValueError, match=message) as raised:
             FORMAT.read(tmp_path / "a")
         assert str(tmp_path / "a") in str(raised.value)
-
-
-@pytest.mark.parametrize("amax", [-1.0, float("nan")])
-def test_a_global_scale_is_a_magnitude(tmp_path, amax):
-    write(tmp_path / "a", of_one())
-    tensors = load_file(tmp_path / "a/model.safetensors")
-    tensors[NAME[:-6] + "global_scale"] = torch.tensor(amax)
-    save_file(tensors, tmp_path / "a/model.safetensors")
-    with (
-        FORMAT.read(tmp_path / "a") as checkpoint,
-        pytest.raises(ValueError, match=rf"global_scale\) that is not negative, found {amax}"),
-    ):
-        checkpoint.linear(NAME)

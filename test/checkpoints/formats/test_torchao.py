@@ -4,9 +4,8 @@ import json
 
 import pytest
 import torch
-from helpers.checkpoint_folders import CONFIG, GOLDEN, edit, same_files
+from helpers.checkpoint_folders import CONFIG, GOLDEN, edit
 from safetensors.torch import load_file, save_file
-from torch import nn
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor as TheirTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import QuantizeTensorToNVFP4Kwargs
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict, unflatten_tensor_state_dict
@@ -61,8 +60,7 @@ def test_transformers_reads_it(tmp_path):
                 assert torch.equal(parameter, read.dense(name))
 
 
-@pytest.mark.parametrize("swizzled", [True, False])
-@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize(("swizzled", "static"), [(True, True), (False, False)])
 def test_what_torchao_writes_is_read(tmp_path, swizzled, static):
     weight = torch.randn(48, 80).bfloat16()
     scale = weight.float().abs().amax() / 2688
@@ -113,17 +111,8 @@ def test_experts(tmp_path):
     assert torch.equal(again.dequantize(), experts.dequantize())
     with pytest.raises(ValueError, match="rows in multiples of 128, unlike experts"):
         checkpoints.save({"experts.x": quantize_experts(torch.randn(2, 32, 64))}, tmp_path / "b", format="torchao")
-
-
-def test_it_needs_a_module(tmp_path):
-    weight = nn.Linear(16, 16).weight.detach()
     with pytest.raises(ValueError, match="a module's name before the parameter's, unlike weight"):
-        checkpoints.save({"weight": quantize_experts(weight[None])[0]}, tmp_path / "b", format="torchao")
-
-
-def test_round_trip(folder, tmp_path):
-    checkpoints.convert(folder, tmp_path / "again", to="torchao", progress=False)
-    assert same_files(folder, tmp_path / "again")
+        checkpoints.save({"weight": experts[0]}, tmp_path / "b", format="torchao")
 
 
 def test_damaged_tensors_are_named(folder):

@@ -1,6 +1,7 @@
 """Folders of safetensors: other files, sizes of shards, and config.json."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -17,22 +18,6 @@ def src(tmp_path):
     return tmp_path / "src"
 
 
-@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors", "torchao", "mlx"])
-def test_other_files_are_copied_and_pickles_and_hidden_ones_are_not(src, tmp_path, to):
-    kept = {"generation_config.json": "{}", "merges.txt": "a b", "LICENSE": "free"}
-    left = {"pytorch_model.bin": "x", "state.pt": "x", ".gitattributes": "x", "model.gguf": "x", "half.tmp": "x"}
-    for name, text in (kept | left).items():
-        (src / name).write_text(text)
-    (src / "original").mkdir()
-    with pytest.warns(UserWarning, match=r"model\.gguf, pytorch_model\.bin, state\.pt .* are not copied"):
-        checkpoints.quantize(src, tmp_path / "dst", to=to, progress=False)
-    names = {file.name for file in (tmp_path / "dst").iterdir()}
-    assert {name: (tmp_path / "dst" / name).read_text() for name in kept} == kept
-    assert not names & set(left) and "original" not in names and "progress.json" not in names
-    written = json.loads((tmp_path / "dst/config.json").read_text())
-    assert {name: written[name] for name in CONFIG} == CONFIG
-
-
 def test_subfolders_and_other_files_are_copied(src, tmp_path):
     """Chat templates, the modules of a sentence transformer, vocabularies; not other copies of the weights."""
     modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]
@@ -40,13 +25,20 @@ def test_subfolders_and_other_files_are_copied(src, tmp_path):
         "additional_chat_templates/rag.jinja": b"RAG", "1_Pooling/config.json": b"{}", "vocab.bin": b"\x00",
         "2_Dense/model.safetensors": b"x", "2_Dense/pytorch_model.bin": b"PK\x03\x04",
         "modules.json": json.dumps(modules).encode(), "a/b/config.json": b"[]", "code/modeling.py": b"pass",
-        "progress.json": b"3",
+        "progress.json": b"3", "generation_config.json": b"{}", "merges.txt": b"a b", "LICENSE": b"free",
     }  # fmt: skip
     left = {
-        "original/consolidated.00.pth": b"x", "onnx/model.onnx": b"x", "training_args.bin": b"PK\x03\x04",
+        "original/consolidated.00.pth": b"x", "pytorch_model.bin": b"x", "state.pt": b"x", "model.gguf": b"x",
+        "onnx/model.onnx": b"x", "training_args.bin": b"PK\x03\x04",
         "consolidated.safetensors": (src / "model-00001-of-00003.safetensors").read_bytes(),
     }  # fmt: skip
-    hidden = {".cache/x": b"x", "code/__pycache__/x.pyc": b"x", "old.partial/config.json": b"x"}
+    hidden = {
+        ".cache/x": b"x",
+        ".gitattributes": b"x",
+        "half.tmp": b"x",
+        "code/__pycache__/x.pyc": b"x",
+        "old.partial/config.json": b"x",
+    }
     for name, data in (kept | left | hidden).items():
         (src / name).parent.mkdir(parents=True, exist_ok=True)
         (src / name).write_bytes(data)
@@ -56,10 +48,12 @@ def test_subfolders_and_other_files_are_copied(src, tmp_path):
     with pytest.warns(UserWarning, match="are not copied") as warned:
         checkpoints.quantize(src, tmp_path / "dst", progress=False)
     (message,) = [str(each.message) for each in warned if "are not copied" in str(each.message)]
-    assert "1_Pooling/secret" in message and "and 2 more" in message
+    assert "1_Pooling/secret" in message and re.search(r"and \d+ more", message)
     found = {str(file.relative_to(tmp_path / "dst")) for file in (tmp_path / "dst").rglob("*") if file.is_file()}
     assert kept.keys() <= found and not found & (left | hidden).keys()
     assert {name: (tmp_path / "dst" / name).read_bytes() for name in kept} == kept
+    written = json.loads((tmp_path / "dst/config.json").read_text())
+    assert {name: written[name] for name in CONFIG} == CONFIG
 
 
 def test_an_output_inside_of_the_source_is_not_copied_into_itself(src):
@@ -85,20 +79,16 @@ def test_an_output_never_replaces_its_source(src, tmp_path):
     assert {file.name: file.read_bytes() for file in src.iterdir() if file.name != ".progress.json"} == before
 
 
-def test_the_index_names_every_tensor_and_counts_their_bytes(src, tmp_path):
-    checkpoints.quantize(src, tmp_path / "dst", progress=False)
-    index = json.loads((tmp_path / "dst/model.safetensors.index.json").read_text())
-    held = content(tmp_path / "dst")
-    assert index["weight_map"].keys() == held.keys()
-    assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in held.values())
-    assert len(set(index["weight_map"].values())) == 3
-
-
 @pytest.mark.parametrize("size", [1, 20_000, 1 << 40])
 def test_files_are_cut_between_weights(src, tmp_path, size):
     checkpoints.quantize(src, tmp_path / "dst", progress=False, shard_bytes=size)
     checkpoints.quantize(src, tmp_path / "whole", progress=False)
-    assert content(tmp_path / "dst") == content(tmp_path / "whole")
+    held = content(tmp_path / "dst")
+    assert held == content(tmp_path / "whole")
+    if size < 1 << 40:
+        index = json.loads((tmp_path / "dst/model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == held.keys()
+        assert index["metadata"]["total_size"] == sum(len(data) for _, _, data in held.values())
     files = sorted((tmp_path / "dst").glob("*.safetensors"))
     entries = len(dense_tensors())
     assert {1: len(files) == entries, 20_000: 2 < len(files) < entries, 1 << 40: len(files) == 1}[size]
@@ -121,7 +111,7 @@ def test_config_has(tmp_path):
         assert config_has(tmp_path, lambda config: config.get("a")) == says, text
 
 
-@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "mlx", "mxfp4", "dense"])
+@pytest.mark.parametrize("format", ["modelopt", "mlx", "mxfp4", "dense"])
 def test_options_that_do_not_exist_raise_an_error_and_nothing_is_written(src, tmp_path, format):
     message = "cannot be written" if format == "mxfp4" else "has no option shards"
     with checkpoints.read(src) as checkpoint, pytest.raises(ValueError, match=message):

@@ -29,8 +29,9 @@ def block():
     return Block().bfloat16()
 
 
-@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao"])
-@pytest.mark.parametrize("w4a4", [False, True])
+@pytest.mark.parametrize(
+    ("format", "w4a4"), [("modelopt", True), ("compressed-tensors", True), ("torchao", False), ("torchao", True)]
+)
 def test_round_trip(tmp_path, block, format, w4a4):
     if w4a4:
         calibrate(block, [torch.randn(8, 64).bfloat16()], NVFP4Config(), progress=False)
@@ -44,8 +45,7 @@ def test_round_trip(tmp_path, block, format, w4a4):
     assert content(tmp_path / "a") == content(tmp_path / "b")
 
 
-@pytest.mark.parametrize("source", ["modelopt_nvfp4", "modelopt_w4a16"])
-def test_what_was_loaded_is_saved_byte_for_byte(tmp_path, source):
+def test_what_was_loaded_is_saved_byte_for_byte(tmp_path, source="modelopt_nvfp4"):
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.from_pretrained(GOLDEN / source)
     del config.quantization_config
@@ -66,8 +66,8 @@ def test_what_was_loaded_is_saved_byte_for_byte(tmp_path, source):
 def test_a_static_amax_comes_back_as_it_was(tmp_path):
     """amax / 2688, which files hold, times 2688 is another number for one in five."""
     weight = quantize(torch.randn(16, 32))
-    amaxes = torch.linspace(1, 7, 50)
-    assert 5 < (amaxes / 2688 * 2688 != amaxes).sum() < 25
+    amaxes = torch.linspace(1, 7, 20)
+    assert 2 < (amaxes / 2688 * 2688 != amaxes).sum() < 12
     state = {
         f"layers.{i}.weight": weight._replace(activation_spec=QuantizeSpec(), activation_amax=amax.clone())
         for i, amax in enumerate(amaxes)
@@ -77,7 +77,7 @@ def test_a_static_amax_comes_back_as_it_was(tmp_path):
     checkpoints.convert(tmp_path / "b", tmp_path / "c", to="modelopt", progress=False)
     for folder in "abc":
         with checkpoints.read(tmp_path / folder) as read:
-            found = [tensor_of(read.linear(f"layers.{i}.weight")).activation_amax for i in range(50)]
+            found = [tensor_of(read.linear(f"layers.{i}.weight")).activation_amax for i in range(20)]
         assert torch.equal(torch.stack(found), amaxes), folder
 
 
@@ -130,15 +130,6 @@ def test_a_weight_of_zeros_does_not_set_the_scale(tmp_path, block):
         assert not tensor_of(read.linear("k_proj.weight")).dequantize().any()
 
 
-def test_a_state_dict(tmp_path, block):
-    quantize_(block.o_proj, NVFP4WeightOnlyConfig())
-    checkpoints.save(block.state_dict(), tmp_path / "a", progress=False)
-    assert content(tmp_path / "a")["q_proj.weight"][:2] == (torch.bfloat16, (64, 64))
-    again = checkpoints.load(Block().bfloat16(), tmp_path / "a", progress=False)
-    x = torch.randn(4, 64).bfloat16()
-    assert torch.equal(again(x), block(x)) and (tmp_path / "a/hf_quant_config.json").exists()
-
-
 def test_what_changed_since_is_saved_as_it_is_now(tmp_path, block):
     calibrate(block, [torch.randn(8, 64).bfloat16()], NVFP4Config(), progress=False)
     checkpoints.save(block, tmp_path / "a", format="compressed-tensors", mismatched_scales="keep", progress=False)
@@ -160,6 +151,8 @@ def test_shared_tensors_are_written_once(tmp_path):
     model.head.weight = model.embed.weight
     checkpoints.save(model, tmp_path / "a", progress=False)
     assert set(content(tmp_path / "a")) == {"embed.weight"}
+    checkpoints.save(model.state_dict(), tmp_path / "b", progress=False)  # a state dict has both names
+    assert content(tmp_path / "b")["embed.weight"] == content(tmp_path / "a")["embed.weight"]
 
 
 REFUSED = {

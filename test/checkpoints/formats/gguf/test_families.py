@@ -1,4 +1,4 @@
-"""Gemma 2 and 3, Phi-3, SmolLM3, OLMo 2 and Granite in GGUF: names, settings, and llama.cpp's changes of values.
+"""Families of models in GGUF: names, settings, and llama.cpp's changes of values.
 
 Each file is held against the dense model: by the reader here, and tensor by tensor by the package gguf, which knows
 nothing of ours, with llama.cpp's conversions computed in the test.
@@ -8,54 +8,52 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import InMemory, same_parts
+from helpers.llama_cpp import llama_cpp_logits, rms
 from helpers.tiny_models import tiny_model
 
-from nvfp4_tensor import NVFP4Tensor, checkpoints, quantize
-from nvfp4_tensor.checkpoints import parts_of
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, checkpoints, quantize
+from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers", minversion="5.21")
 
-FAMILIES = ("Gemma2", "Gemma3", "Phi3", "SmolLM3", "Olmo2", "Granite")
-ARCHITECTURES = {
-    "Gemma2": gguf.MODEL_ARCH.GEMMA2, "Gemma3": gguf.MODEL_ARCH.GEMMA3, "Phi3": gguf.MODEL_ARCH.PHI3,
-    "SmolLM3": gguf.MODEL_ARCH.SMOLLM3, "Olmo2": gguf.MODEL_ARCH.OLMO2, "Granite": gguf.MODEL_ARCH.GRANITE,
+FAMILIES = {
+    "Llama": "LLAMA", "Mistral": "LLAMA", "Qwen2": "QWEN2", "Qwen3": "QWEN3", "Gemma2": "GEMMA2", "Gemma3": "GEMMA3",
+    "Phi3": "PHI3", "SmolLM3": "SMOLLM3", "Olmo2": "OLMO2", "Granite": "GRANITE",
 }  # fmt: skip
-PERMUTED = ("SmolLM3", "Granite")
-CHANGES = {"Gemma2": {"query_pre_attn_scalar": 32}, "Gemma3": {"query_pre_attn_scalar": 32}}
-PERIODIC = {"Gemma2": {"layer_types": None}, "Gemma3": {"layer_types": None, "num_hidden_layers": 6}}
-"""The families' own patterns of sliding layers: the last of two, and of six, has full attention."""
+"""transformers' names and those of the package gguf."""
+PERMUTED = ("Llama", "Mistral", "SmolLM3", "Granite")
+CHANGES = {
+    "Llama": {"mlp_bias": False}, "Mistral": {"sliding_window": None}, "Qwen2": {"use_sliding_window": False},
+    "Gemma2": {"query_pre_attn_scalar": 32, "layer_types": None},
+    "Gemma3": {"query_pre_attn_scalar": 32, "layer_types": None, "num_hidden_layers": 6},
+}  # fmt: skip
+"""To what llama.cpp supports. Of Gemma the own patterns of sliding layers: the last of two, and of six, is full."""
 
 
 def model_of(family, **changes):
     """A model whose settings llama.cpp supports, in float32, with norms that are not one."""
-    settings = {**CHANGES.get(family, {}), **PERIODIC.get(family, {}), **changes}
-    model = tiny_model(family, torch.float32, quantized=False, **settings)
+    model = tiny_model(family, torch.float32, quantized=False, **{**CHANGES.get(family, {}), **changes})
     for parameter in model.parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, mean=float("Gemma" not in family), std=0.2)
     return model
 
 
-def tensors_of(model, weights=True):
+def tensors_of(model):
     """The model's tensors, linears of the layers in NVFP4 with a per-tensor scale of 1 where llama.cpp ignores it."""
-    tensors = {}
-    for name, t in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
-        quantizes = weights and "_proj.weight" in name
-        tensors[name] = quantize(t, amax=2688.0 if ".mlp." in name else None) if quantizes else t
-    return tensors
+    return {
+        name: quantize(t, amax=2688.0 if ".mlp." in name else None) if "_proj.weight" in name else t
+        for name, t in model.state_dict().items()
+        if name != "lm_head.weight" or not model.config.tie_word_embeddings
+    }
 
 
-def config_of(model):
-    return model.config.to_dict()
-
-
-def write(model, path, **options):
-    tensors = tensors_of(model)
-    FORMAT.write(InMemory(tensors, config_of(model)), path, progress=False, tokenizer=None, **options)
+def write(path, model, config=None, tensors=None):
+    tensors = tensors_of(model) if tensors is None else tensors
+    config = model.config.to_dict() if config is None else config
+    FORMAT.write(InMemory(tensors, config), path, progress=False, tokenizer=None)
     return tensors
 
 
@@ -63,28 +61,44 @@ def dense(t):
     return t.dequantize() if isinstance(t, NVFP4Tensor) else t
 
 
+def assert_configuration_comes_back(model, path):
+    """transformers' model of the configuration that is read has the logits of the original."""
+    with FORMAT.read(path) as checkpoint:
+        read = {key: value for key, value in checkpoint.config.items() if key not in ("architectures", "dtype")}
+    config = transformers.AutoConfig.for_model(**read)
+    config._attn_implementation = model.config._attn_implementation
+    again = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for each in (again, model):
+        checkpoints.load(each, path, progress=False)
+    ids = torch.arange(3, 63)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_our_reader_returns_every_tensor(tmp_path, family):
+def test_a_file_is_read_and_written_again(tmp_path, family):
     model = model_of(family)
-    tensors = write(model, tmp_path / "a.gguf")
+    tensors = write(tmp_path / "a.gguf", model)
+    assert any(name.endswith("q_proj.bias") for name in tensors) == (family in ("Llama", "Qwen2"))
     with FORMAT.read(tmp_path / "a.gguf") as checkpoint:
-        assert checkpoint.entries.keys() == tensors.keys()
+        assert FORMAT.detect(tmp_path / "a.gguf") and checkpoint.entries.keys() == tensors.keys()
         for name, want in tensors.items():
+            assert checkpoint.entries[name].shape == tuple(want.shape)
             if isinstance(want, NVFP4Tensor):
                 assert same_parts(checkpoint.linear(name), parts_of(want)), name
             else:  # Gemma's norms lose what 1 + weight does not represent
                 torch.testing.assert_close(checkpoint.dense(name), want, rtol=0, atol=2**-23)
+        FORMAT.write(checkpoint, tmp_path / "b.gguf", progress=False)
+    assert (tmp_path / "b.gguf").read_bytes() == (tmp_path / "a.gguf").read_bytes()
+    assert_configuration_comes_back(model, tmp_path / "a.gguf")
+    assert_llama_cpp_reads(tmp_path / "a.gguf", family, model, tensors)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_package_gguf_reads_what_llama_cpp_converts(tmp_path, family):
-    """Names by its tensor map, values by its dequantizer, after llama.cpp's rules for norms and for rows of q and k."""
-    model = model_of(family)
-    tensors = write(model, tmp_path / "a.gguf")
-    names = gguf.get_tensor_name_map(ARCHITECTURES[family], model.config.num_hidden_layers)
-    found = {t.name: t for t in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
-    matrices = {name: t for name, t in found.items() if not name.endswith(".scale")}
-    assert len(matrices) == len(tensors)
+def assert_llama_cpp_reads(path, family, model, tensors):
+    """Names by the package gguf's map, values by its dequantizer, and llama.cpp's rules for norms, rows of q and k."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[family]], model.config.num_hidden_layers)
+    found = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    assert sum(not name.endswith(".scale") for name in found) == len(tensors)
     for name, t in tensors.items():
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         read = gguf.quants.dequantize(found[gguf_name].data, found[gguf_name].tensor_type)
@@ -101,23 +115,6 @@ def test_the_package_gguf_reads_what_llama_cpp_converts(tmp_path, family):
         if family in PERMUTED and module in heads:  # llama.cpp's LlamaModel.permute
             want = want.view(heads[module], 2, -1, *want.shape[1:]).transpose(1, 2).reshape(want.shape)
         torch.testing.assert_close(torch.from_numpy(np.array(read)).view(want.shape), want, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_configuration_comes_back(tmp_path, family):
-    """transformers' model of the configuration that is read has the logits of the original."""
-    model = model_of(family)
-    write(model, tmp_path / "a.gguf")
-    with FORMAT.read(tmp_path / "a.gguf") as checkpoint:
-        read = {key: value for key, value in checkpoint.config.items() if key not in ("architectures", "dtype")}
-    config = transformers.AutoConfig.for_model(**read)
-    config._attn_implementation = model.config._attn_implementation
-    again = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    checkpoints.load(again, tmp_path / "a.gguf", progress=False)
-    checkpoints.load(model, tmp_path / "a.gguf", progress=False)
-    ids = torch.arange(3, 43)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 REFUSED = {
@@ -159,15 +156,15 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", REFUSED)
 def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, family):
     model = model_of(family)
     for changes, message in REFUSED[family]:
-        config = {**config_of(model), **changes}
+        config = {**model.config.to_dict(), **changes}
         if "rope_scaling" in changes:
             config["rope_parameters"] = None
         with pytest.raises(ValueError, match=message):
-            FORMAT.write(InMemory(tensors_of(model), config), tmp_path / "a.gguf", progress=False, tokenizer=None)
+            write(tmp_path / "a.gguf", model, config)
         assert not list(tmp_path.iterdir())
 
 
@@ -177,32 +174,36 @@ def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, family):
 def test_a_setting_with_a_default_of_the_family_must_be_there(tmp_path, family, key):
     """Without it the usual default would be written, and llama.cpp would compute other numbers."""
     model = model_of(family)
-    config = config_of(model)
+    config = model.config.to_dict()
     config["rope_parameters"] = {k: v for k, v in (config["rope_parameters"] or {}).items() if k != key}
     config.pop(key, None)
     with pytest.raises(ValueError, match=f"config.json has no {key}, which llama.cpp needs for {family.lower()}"):
-        FORMAT.write(InMemory(tensors_of(model), config), tmp_path / "a.gguf", progress=False, tokenizer=None)
+        write(tmp_path / "a.gguf", model, config)
 
 
-def test_a_bias_that_llama_cpp_does_not_load_is_refused(tmp_path):
-    model = model_of("SmolLM3", attention_bias=True)
+def test_tensors_that_llama_cpp_does_not_load_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"o_proj\.bias is not a tensor of llama\.cpp's smollm3"):
-        write(model, tmp_path / "a.gguf")
+        write(tmp_path / "a.gguf", model_of("SmolLM3", attention_bias=True))
+    model = model_of("Gemma2")
+    head = {"lm_head.weight": quantize(model.model.embed_tokens.weight.detach())}
+    with pytest.raises(ValueError, match=r"lm_head\.weight is not a tensor of llama\.cpp's gemma2"):
+        write(tmp_path / "a.gguf", model, tensors=tensors_of(model) | head)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_is_quantized_for_llama_cpp(tmp_path, family):
+@pytest.mark.parametrize(("family", "linears"), [("Qwen2", 4 * 7), ("Gemma3", 6 * 7), ("Phi3", 4 * 4)])
+@pytest.mark.parametrize("spec", [None, QuantizeSpec(scale_search=True)], ids=str)
+def test_a_folder_is_quantized_for_llama_cpp(tmp_path, family, linears, spec):
     """checkpoints.quantize chooses a scale of 1 for the weights whose scale llama.cpp ignores."""
-    model_of(family).bfloat16().save_pretrained(tmp_path / "dense")
-    checkpoints.quantize(tmp_path / "dense", tmp_path / "a.gguf", to="gguf", tokenizer=None, progress=False)
+    model = model_of(family).bfloat16()
+    model.save_pretrained(tmp_path / "dense")
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "a.gguf", to="gguf", spec=spec, tokenizer=None, progress=False)
     with FORMAT.read(tmp_path / "a.gguf") as checkpoint:
-        names = [name for name, entry in checkpoint.entries.items() if entry.quantized]
-        assert len(names) == (6 if family == "Gemma3" else 4) * (4 if family == "Phi3" else 7)
-        assert all(checkpoint.per_tensor_scale(name) == 1 for name in names if ".mlp." in name)
-
-
-def rms(x):
-    return x.double().square().mean().sqrt().item()
+        weights = {n: tensor_of(checkpoint.linear(n)) for n, entry in checkpoint.entries.items() if entry.quantized}
+    assert len(weights) == linears
+    for name, weight in weights.items():
+        assert weight.per_tensor_scale == 1 or ".mlp." not in name
+        want = model.get_parameter(name).float()
+        assert (weight.dequantize().float() - want).norm() < 0.12 * want.norm()
 
 
 LONGROPE = {
@@ -220,74 +221,78 @@ SCALED = {
     "Gemma3, linear": ("Gemma3", {"rope_parameters": LINEAR}),
 }  # fmt: skip
 WIDE = {"hidden_size": 256, "intermediate_size": 320, "head_dim": 64}
+
+
+def wide_model(case):
+    family, changes = CASES[case]
+    return model_of(family, **WIDE, **({"query_pre_attn_scalar": 64} if "Gemma" in family else {}), **changes)
+
+
 CASES = {family: (family, {}) for family in FAMILIES} | SCALED
 
 
 @pytest.mark.parametrize("case", SCALED)
 def test_rope_scaling_comes_back(tmp_path, case):
-    family, changes = CASES[case]
-    wide = WIDE | ({"query_pre_attn_scalar": 64} if "Gemma" in family else {})
-    model = model_of(family, **wide, **changes)
-    write(model, tmp_path / "a.gguf")
+    model = wide_model(case)
+    write(tmp_path / "a.gguf", model)
+    assert_configuration_comes_back(model, tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("factor, low, high, original", [(32.0, 1.0, 4.0, 8192), (3.7, 1, 32, 9)])
+def test_rope_scaling_of_llama_3(tmp_path, factor, low, high, original):
+    rope = {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": original, "rope_theta": 500000.0,
+    }  # fmt: skip
+    model = model_of("Llama", rope_parameters=rope)
+    write(tmp_path / "a.gguf", model)
     with FORMAT.read(tmp_path / "a.gguf") as checkpoint:
-        read = {key: value for key, value in checkpoint.config.items() if key not in ("architectures", "dtype")}
-    config = transformers.AutoConfig.for_model(**read)
-    config._attn_implementation = model.config._attn_implementation
-    again = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for each in (again, model):
-        checkpoints.load(each, tmp_path / "a.gguf", progress=False)
-    ids = torch.arange(3, 63)[None]
-    with torch.no_grad():
-        torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_the_output_layer_of_gemma_2_is_not_in_its_files(tmp_path):
-    model = model_of("Gemma2")
-    head = {"lm_head.weight": quantize(model.model.embed_tokens.weight.detach())}
-    with pytest.raises(ValueError, match=r"lm_head\.weight is not a tensor of llama\.cpp's gemma2"):
-        FORMAT.write(InMemory(tensors_of(model) | head, config_of(model)), tmp_path / "a.gguf", tokenizer=None)
+        factors = checkpoint._plain("rope_freqs.weight")
+    plain = 500000.0 ** -(torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    assert torch.allclose(model.model.rotary_emb.inv_freq.double(), plain / factors.double(), rtol=1e-6)
+    assert original != 8192 or (factors.max() == 32.0 and factors.min() == 1.0)
+    assert_configuration_comes_back(model, tmp_path / "a.gguf")
 
 
 def test_an_older_config_of_gemma_3(tmp_path):
     """config.json as published: both bases of the rotary embedding apart, the pattern as a number."""
     model = model_of("Gemma3")
-    old = {key: value for key, value in config_of(model).items() if key not in ("rope_parameters", "layer_types")}
+    old = {k: value for k, value in model.config.to_dict().items() if k not in ("rope_parameters", "layer_types")}
     old |= {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "sliding_window_pattern": 6, "rope_scaling": None}
-    FORMAT.write(InMemory(tensors_of(model), old), tmp_path / "a.gguf", progress=False, tokenizer=None)
+    write(tmp_path / "a.gguf", model, old)
     with FORMAT.read(tmp_path / "a.gguf") as checkpoint:
         rope = checkpoint.config["rope_parameters"]
         assert (rope["full_attention"]["rope_theta"], rope["sliding_attention"]["rope_theta"]) == (5e5, 2e4)
         assert checkpoint.config["layer_types"] == ["sliding_attention"] * 5 + ["full_attention"]
     with pytest.raises(ValueError, match="sliding_window_pattern 6, not 4"):
-        FORMAT.write(
-            InMemory(tensors_of(model), old | {"sliding_window_pattern": 4}), tmp_path / "b.gguf", tokenizer=None
-        )
+        write(tmp_path / "b.gguf", model, old | {"sliding_window_pattern": 4})
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+def test_rows_that_are_not_those_of_the_heads_raise_an_error(tmp_path, heads):
+    model = model_of("Llama")
+    message = rf"q_proj\.bias has 128 rows, but the configuration has {heads} heads of 32"
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path / "a.gguf", model, model.config.to_dict() | {"num_attention_heads": heads})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_llama_cpp_computes_the_same_logits(tmp_path, case):
     """Along 60 tokens, past the sliding window: llama.cpp's logits of the dense file, and of NVFP4 within its noise."""
-    llama_cpp = pytest.importorskip("llama_cpp")
-    family, changes = CASES[case]
-    wide = WIDE | ({"query_pre_attn_scalar": 64} if family in CHANGES else {})
-    model = model_of(family, **wide, **changes)
-    config, tensors = config_of(model), tensors_of(model)
+    model = wide_model(case)
+    tensors = tensors_of(model)
     state = {name: dense(t) for name, t in tensors.items()}
-    ids = torch.arange(3, 63)
+    ids, theirs = torch.arange(3, 63), {}
     for kind, each in ("nvfp4", tensors), ("dense", state):
-        FORMAT.write(InMemory(each, config), tmp_path / f"{kind}.gguf", progress=False, tokenizer=None)
-    logits = {}
-    for kind in ("nvfp4", "dense"):
-        runner = llama_cpp.Llama(
-            str(tmp_path / f"{kind}.gguf"), n_ctx=128, n_threads=1, n_threads_batch=1, verbose=False, logits_all=True,
-            type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
-        )  # fmt: skip
-        runner.eval(ids.tolist())
-        logits[kind] = torch.from_numpy(np.array(runner.scores[: len(ids)]))
+        write(tmp_path / f"{kind}.gguf", model, tensors=each)
+        theirs[kind] = llama_cpp_logits(tmp_path / f"{kind}.gguf", ids)
     model.load_state_dict(state, strict=False)
     with torch.no_grad():
         ours = model(ids[None]).logits[0]
     # GELU is a table in float16 there.
-    assert rms(ours - logits["dense"]) < (1e-3 if "Gemma" in family else 1e-5) * rms(ours)
-    assert rms(ours - logits["nvfp4"]) < 0.05 * rms(ours)
+    assert rms(ours - theirs["dense"]) < (1e-3 if "Gemma" in case else 1e-4) * rms(ours)
+    assert rms(ours - theirs["nvfp4"]) < (
+        0.05 if FAMILIES.get(case) not in ("LLAMA", "QWEN2", "QWEN3") else 0.15
+    ) * rms(ours)

