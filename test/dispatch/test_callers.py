@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 from nvfp4_tensor import NVFP4Tensor, quantize, training
 
 QUANTIZES = "quantizes NVFP4 weights again"
-DECODES = "decodes NVFP4 weights"
 count = functools.partial(user_warnings, file=__file__)
 
 
@@ -41,61 +40,38 @@ class Own(torch.optim.Optimizer):
                 p.copy_(p - group["lr"] * p.grad)
 
 
-TORCH = {
-    "AdamW": torch.optim.AdamW,
-    "Adam, foreach": functools.partial(torch.optim.Adam, foreach=True),
-    "SGD, momentum": functools.partial(torch.optim.SGD, momentum=0.9),
-    "SGD, foreach": functools.partial(torch.optim.SGD, foreach=True),
-    "Adagrad": torch.optim.Adagrad,
-    "own": Own,
-}
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_an_optimizer_of_torch_is_told_once_what_to_use(name):
+@pytest.mark.parametrize(("make", "instead"), [
+    (torch.optim.AdamW, "NVFP4AdamW"), (functools.partial(torch.optim.Adam, foreach=True), "NVFP4AdamW"),
+    (functools.partial(torch.optim.SGD, momentum=0.9), "NVFP4Optimizer(parameters, SGD"),
+    (torch.optim.Adagrad, "NVFP4Optimizer(parameters, Adagrad"), (Own, "NVFP4Optimizer(parameters, Own"),
+])  # fmt: skip
+def test_an_optimizer_of_torch_is_told_once_what_to_use(make, instead):
     model = net()
-    optimizer = TORCH[name](model.parameters(), lr=1e-3)
+    optimizer = make(model.parameters(), lr=1e-3)
     assert count(lambda: steps(optimizer, model), match=QUANTIZES) == 1
     assert count(lambda: steps(optimizer, model), match=QUANTIZES) == 0
-    other = TORCH[name](model.parameters(), lr=1e-3)
-    instead = "NVFP4AdamW" if "Adam" in name else f"NVFP4Optimizer(parameters, {type(other).__name__}"
-    assert count(lambda: steps(other, model), match=instead) == 1
+    assert count(lambda: steps(make(model.parameters(), lr=1e-3), model), match=instead) == 1
 
 
-OURS = {
-    "NVFP4AdamW": training.NVFP4AdamW,
-    "AdamW": training.NVFP4Optimizer,
-    "SGD": functools.partial(training.NVFP4Optimizer, inner=torch.optim.SGD, momentum=0.9, error_feedback="momentum"),
-}
+SGD = {"inner": torch.optim.SGD, "momentum": 0.9, "error_feedback": "momentum"}
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_our_optimizers_are_not(name):
+@pytest.mark.parametrize("make", [training.NVFP4AdamW, functools.partial(training.NVFP4Optimizer, **SGD)])
+def test_our_optimizers_dense_parameters_and_users_are_not_told(make):
     model = net()
-    assert count(lambda: steps(OURS[name](model.parameters(), lr=1e-3), model), match="NVFP4") == 0
-
-
-def test_optimizers_of_dense_parameters_are_not():
-    model = nn.Sequential(net(), nn.Linear(16, 16))
-    model[0].requires_grad_(False)
+    assert count(lambda: steps(make(model.parameters(), lr=1e-3), model), match="NVFP4") == 0
+    model = nn.Sequential(model.requires_grad_(False), nn.Linear(16, 16))
     assert count(lambda: steps(torch.optim.AdamW(model[1].parameters()), model), match=QUANTIZES) == 0
-
-
-def test_writes_of_the_user_are_not():
     w = quantize(torch.randn(32, 64))
     assert count(lambda: (w.mul_(2.0), w.copy_(torch.ones(32, 64))), match="NVFP4") == 0
 
 
 def test_load_state_dict_says_once_that_it_decodes():
-    model = net(quantized=False)
-    assert count(lambda: model.load_state_dict(net().state_dict()), match=DECODES) == 1
+    model, state = net(quantized=False), net().state_dict()
+    assert count(lambda: model.load_state_dict(state), match="decodes NVFP4 weights to torch.float32") == 1
     assert not isinstance(model[0].weight, NVFP4Tensor)
     assert torch.equal(model[0].weight, net()[0].weight.dequantize())
-
-
-def test_load_state_dict_that_keeps_nvfp4_says_nothing():
-    state = net().state_dict()
-    for model, assign in ((net(quantized=False), True), (net(), False), (net(), True)):
+    for model, assign in ((net(quantized=False), True), (net(), False), (net(), True)):  # it keeps NVFP4
         assert count(lambda model=model, assign=assign: model.load_state_dict(state, assign=assign), match="NVFP4") == 0
         assert isinstance(model[0].weight, NVFP4Tensor)
     assert count(lambda: net().load_state_dict(net(quantized=False).state_dict()), match="NVFP4") == 0
@@ -104,10 +80,9 @@ def test_load_state_dict_that_keeps_nvfp4_says_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_loader_stacks_codes_in_its_workers_too(workers):
+def test_a_data_loader_stacks_codes_in_its_workers_too():
     samples = [quantize(torch.randn(32, 64)) for _ in range(4)]
-    batches = list(DataLoader(samples, batch_size=2, num_workers=workers))
-    assert [type(batch) for batch in batches] == [NVFP4Tensor] * 2
-    for i, batch in enumerate(batches):
-        assert torch.equal(batch.dequantize(), torch.stack([t.dequantize() for t in samples[2 * i : 2 * i + 2]]))
+    for workers in (0, 2):
+        for i, batch in enumerate(DataLoader(samples, batch_size=2, num_workers=workers)):
+            assert type(batch) is NVFP4Tensor
+            assert torch.equal(batch.dequantize(), torch.stack([t.dequantize() for t in samples[2 * i : 2 * i + 2]]))

@@ -20,11 +20,6 @@ from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, Quanti
 pytestmark = pytest.mark.slow
 
 STOCHASTIC = QuantizeSpec(round_mode="stochastic")
-CONFIGS = {
-    "weight only": NVFP4WeightOnlyConfig(),
-    "w4a4": NVFP4Config(),
-    "w4a4 stochastic": NVFP4Config(round_mode="stochastic"),
-}
 
 
 def quantized_model(config, device="cpu"):
@@ -33,20 +28,25 @@ def quantized_model(config, device="cpu"):
     return m
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_compiled_model_gives_the_numbers_of_eager(device, config):
-    m = quantized_model(CONFIGS[config], device)
-    compiled = torch.compile(m, fullgraph=True)
-    for rows in (3, 5, 17, 1):  # recompiles once, with a dynamic batch
-        x = torch.randn(rows, 64, device=device)
-        torch.manual_seed(rows)
-        expected = m(x)
-        torch.manual_seed(rows)
-        torch.testing.assert_close(compiled(x), expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(("config", "backend"), [
+    (NVFP4Config(round_mode="stochastic"), "inductor"), (NVFP4WeightOnlyConfig(), "aot_eager"),
+], ids=["w4a4", "weight only"])  # fmt: skip
+def test_a_compiled_model_gives_the_numbers_and_gradients_of_eager(device, config, backend):
+    m = quantized_model(config, device)
+    compiled = torch.compile(m, fullgraph=True, backend=backend)
+    for rows in (3, 17, 1):  # recompiles once, with a dynamic batch
+        x, found = torch.randn(rows, 64, device=device), []
+        for function in (compiled, m):
+            leaf = x.clone().requires_grad_()
+            torch.manual_seed(rows)
+            y = function(leaf)
+            found.append([y.detach(), *torch.autograd.grad(y.square().sum(), (leaf, m[0].bias))])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+        assert found[0][1].abs().sum() > 0
 
 
 def test_dynamic_batches_do_not_recompile():
-    m = quantized_model(CONFIGS["w4a4"])
+    m = quantized_model(NVFP4Config())
     counter = CompileCounter()
     compiled = torch.compile(m, fullgraph=True, dynamic=True, backend=counter)
     with torch.no_grad():
@@ -55,36 +55,24 @@ def test_dynamic_batches_do_not_recompile():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_quantization_in_a_graph_is_that_of_eager_bit_for_bit(device, backend):
-    def function(x):
-        first, second = quantize(x, STOCHASTIC), quantize(x, STOCHASTIC)
-        return first.qdata, second.qdata, first.per_tensor_scale, first.dequantize(), fake_quantize(x, STOCHASTIC)
+def test_draws_in_a_graph_are_those_of_eager_bit_for_bit(device):
+    """And afresh at each site and in each call, also of a constant, which Inductor would fold."""
+    constant = torch.linspace(0.1, 1, 2560, device=device).view(40, 64)
 
-    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    def function(x):
+        draws = [quantize(values, STOCHASTIC) for values in (x, x, constant * 1, constant * 1)]
+        return *[t.qdata for t in draws], draws[0].per_tensor_scale, fake_quantize(x, STOCHASTIC), draws[0].dequantize()
+
+    compiled = torch.compile(function, fullgraph=True)
     x = torch.randn(40, 64, device=device)
     torch.manual_seed(2)
     expected = function(x)
     torch.manual_seed(2)
-    got = compiled(x)
+    got, again = compiled(x), compiled(x)
     for a, b in zip(got, expected, strict=True):
         assert torch.equal(a, b)
-    again = compiled(x)
-    assert not torch.equal(got[0], got[1]), "two sites of one graph draw apart"
-    assert not torch.equal(got[0], again[0]) and not torch.equal(got[4], again[4]), "two calls draw apart"
-    torch.manual_seed(2)
-    assert torch.equal(compiled(x)[0], got[0]), "a seed repeats"
-
-
-def test_draws_of_constant_inputs_are_not_folded():
-    constant = torch.linspace(0.1, 1, 128).view(4, 32)
-
-    def function():
-        return quantize(constant * 1, STOCHASTIC).qdata, quantize(constant * 1, STOCHASTIC).qdata
-
-    compiled = torch.compile(function, fullgraph=True)
-    draws = [draw for _ in range(3) for draw in compiled()]
-    assert len({tuple(draw.flatten().tolist()) for draw in draws}) == 6
+    for group in ([*got[:2], *again[:2]], [*got[2:4], *again[2:4]], [got[5], again[5]]):
+        assert len({tuple(draw.flatten().tolist()) for draw in group}) == len(group)
 
 
 def test_a_tensor_goes_into_and_out_of_a_graph(device):
@@ -94,7 +82,7 @@ def test_a_tensor_goes_into_and_out_of_a_graph(device):
         return quantize(x), t.t(), torch.nn.functional.linear(x, t), t[16:].clone()
 
     x = torch.randn(8, 64, device=device)
-    expected, got = function(t, x), torch.compile(function, fullgraph=True)(t, x)
+    expected, got = function(t, x), torch.compile(function, fullgraph=True, backend="aot_eager")(t, x)
     assert isinstance(got[0], NVFP4Tensor) and got[0].spec == QuantizeSpec() and got[1].transposed
     for a, b in zip(got, expected, strict=True):
         assert a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -112,10 +100,10 @@ def test_a_tensor_goes_into_and_out_of_a_graph(device):
 )
 def test_any_number_of_rows_is_a_graph_or_two(function):
     """One row, complete tiles of scales, and others need at most two graphs."""
-    compiled = torch.compile(function, fullgraph=True)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     counter = torch._dynamo.utils.counters["stats"]
     before = counter["unique_graphs"]
-    for rows in range(2, 40, 3):
+    for rows in (2, 5, 8, 16, 23, 32, 38):
         x = torch.randn(rows, 64)
         arguments = x, quantize(x), rows // 2
         assert torch.equal(compiled(*arguments), function(*arguments))
@@ -123,26 +111,11 @@ def test_any_number_of_rows_is_a_graph_or_two(function):
 
 
 def test_a_spec_is_an_argument_like_any_other():
-    compiled = torch.compile(fake_quantize, fullgraph=True, dynamic=True)
+    compiled = torch.compile(fake_quantize, fullgraph=True, dynamic=True, backend="aot_eager")
     x = torch.randn(32, 32)
     specs = [{}, {"block_rows": 16}, {"hadamard_sign": True}, {"hadamard_sign": 5}, {"scale_ceiling": 256}]
     for spec in [QuantizeSpec(**arguments) for arguments in specs]:
         assert torch.equal(compiled(x, spec), fake_quantize(x, spec))
-
-
-def test_training_step_through_frozen_weights(device):
-    m = quantized_model(NVFP4Config(round_mode="stochastic"), device)
-    compiled = torch.compile(m, fullgraph=True)
-    x = torch.randn(6, 64, device=device)
-    grads = []
-    for function in (m, compiled):
-        leaf = x.clone().requires_grad_()
-        torch.manual_seed(4)
-        function(leaf).square().sum().backward()
-        grads.append((leaf.grad, m[0].bias.grad))
-        m.zero_grad()
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-4, atol=1e-4)
-    assert grads[0][0].abs().sum() > 0
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -162,7 +135,7 @@ def test_checkpointing_recomputes_the_same_bits(compile):
     grads = []
     for function in (
         lambda x: block(x).sum() + block(x * 2).sum(),
-        torch.compile(step, fullgraph=True) if compile else step,
+        torch.compile(step, fullgraph=True, backend="aot_eager_decomp_partition") if compile else step,
     ):
         leaf = x.clone().requires_grad_()
         torch.manual_seed(9)
@@ -174,25 +147,18 @@ def test_checkpointing_recomputes_the_same_bits(compile):
         assert not torch.equal(seen[2], seen[3])
 
 
-@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()])
-def test_export_of_an_unwrapped_model(config):
-    """torchao's parametrization, which creates weights from plain tensors for runtimes without subclasses."""
-    m = quantized_model(config)
-    x = torch.randn(5, 64)
-    expected = m(x)
+def test_export():
+    """With a dynamic batch, and unwrapped: torchao's way to plain tensors for runtimes without subclasses."""
+    m, shapes = quantized_model(NVFP4Config()), ({0: torch.export.Dim("batch", min=2, max=64)},)
+    inputs = [torch.randn(rows, 64) for rows in (2, 9)]
+    expected = [m(x) for x in inputs]
+    program = torch.export.export(m, (torch.randn(5, 64),), dynamic_shapes=shapes)
+    for x, y in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(program.module()(x), y, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        program = torch.export.export(unwrap_tensor_subclass(m), (x,))
-    assert torch.equal(program.module()(x), expected)
+        program = torch.export.export(unwrap_tensor_subclass(m), (inputs[1],))
+    assert torch.equal(program.module()(inputs[1]), expected[1])
     assert all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in program.state_dict.values())
-
-
-def test_export_of_a_quantized_linear():
-    m = quantized_model(NVFP4Config())
-    x = torch.randn(5, 64)
-    program = torch.export.export(m, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=64)},))
-    for rows in (2, 9):
-        x = torch.randn(rows, 64)
-        torch.testing.assert_close(program.module()(x), m(x), rtol=1e-5, atol=1e-5)
 
 
 def test_the_graph_of_a_w4a4_linear():
@@ -221,7 +187,7 @@ nvfp4.matmul.default""",
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()], ids=["weight only", "w4a4"])
-@pytest.mark.parametrize("rows", [1, 9, 40, 200])
+@pytest.mark.parametrize("rows", [1, 40, 200])
 def test_kernels_that_let_the_next_begin(config, rows):
     """With Inductor's programmatic dependent launch, bits equal those of a run without overlap."""
     from torch._inductor import config as inductor
@@ -271,15 +237,15 @@ def test_cuda_graph_replays_draw_afresh():
     assert not torch.equal(draws[0][1], draws[1][1])
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("call, message", [
     (lambda t: t.sort(), "aten.sort.default is not supported on an NVFP4Tensor; dequantize() first"),
     (lambda t: t[:, 3:5], "a range along the blocks must start at a multiple of 16"),
     (lambda t: t[3:40].fill_(3.0), "shares its per-tensor scale"),
 ], ids=["operator", "slice", "write"])  # fmt: skip
-def test_unsupported_in_a_graph_is_a_runtime_error_with_the_message(call, message, fullgraph):
+def test_unsupported_in_a_graph_is_a_runtime_error_with_the_message(call, message):
     t = quantize(torch.randn(64, 96))
-    for function in (call, torch.compile(call, fullgraph=fullgraph, backend="aot_eager")):
+    compiled = [torch.compile(call, fullgraph=fullgraph, backend="aot_eager") for fullgraph in (True, False)]
+    for function in (call, *compiled):
         with pytest.raises(RuntimeError) as error:
             function(t)
         assert message in str(error.value) and (function is call or "got UnsupportedError(" in str(error.value))
