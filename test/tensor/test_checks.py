@@ -45,7 +45,6 @@ def test_valid_fields_make_the_tensor():
         ({"qdata": torch.zeros(129, 40, dtype=torch.uint8).to_sparse()}, TypeError, "qdata must be a dense tensor"),
         ({"qdata": torch.zeros(300, 40, dtype=torch.uint8)}, ValueError, r"scale must be swizzled, \(3, 2, 32, 16\)"),
         ({"columns": 64}, ValueError, r"columns 64 does not match qdata \(130, 40\)"),
-        ({"columns": 81}, ValueError, "columns 81 does not match"),
         ({"columns": -70}, ValueError, "columns -70 does not match"),
         ({"columns": 70.0}, TypeError, "columns must be an integer.*70.0"),
         ({"columns": True}, TypeError, "columns must be an integer.*True"),
@@ -57,11 +56,7 @@ def test_valid_fields_make_the_tensor():
         ({"per_tensor_scale": torch.ones((), dtype=torch.bfloat16)}, TypeError, "per_tensor_scale.*torch.bfloat16"),
         ({"per_tensor_scale": torch.ones(1)}, ValueError, r"per_tensor_scale must be \(\) or \(130,\)"),
         ({"per_tensor_scale": torch.ones(130, 1)}, ValueError, r"got \(130, 1\)"),
-        (
-            {"per_tensor_scale": torch.ones((), device="meta")},
-            ValueError,
-            "per_tensor_scale is on meta, but qdata is on",
-        ),
+        ({"per_tensor_scale": torch.ones((), device="meta")}, ValueError, "per_tensor_scale is on meta, but qdata is"),
         ({"orig_dtype": torch.float64}, TypeError, "orig_dtype must be torch.bfloat16.*torch.float64"),
         ({"orig_dtype": "bfloat16"}, TypeError, "orig_dtype must be torch.bfloat16"),
         ({"spec": None}, TypeError, "spec must be a QuantizeSpec, got None"),
@@ -71,11 +66,7 @@ def test_valid_fields_make_the_tensor():
         ({"activation_amax": 3.0}, TypeError, "activation_amax must be a tensor of torch.float32, got float"),
         ({"activation_amax": torch.ones(1)}, ValueError, r"activation_amax must be one number, 0-d, got \(1,\)"),
         ({"transposed": 1}, TypeError, "transposed must be True or False, got 1"),
-        (
-            {"product_backend": ProductBackend.FP8, "activation_spec": QuantizeSpec()},
-            ValueError,
-            "activation_spec to NVFP4: give one",
-        ),
+        ({"product_backend": ProductBackend.FP8, "activation_spec": QuantizeSpec()}, ValueError, "to NVFP4: give one"),
         ({"product_backend": "auto"}, TypeError, "product_backend must be a ProductBackend.*'auto'"),
     ],
 )
@@ -137,7 +128,7 @@ TAMPERED = {
 }
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(shape=st.sampled_from([(7,), (33, 40), (2, 70, 24), (0, 16), (3, 0)]), data=st.data())
 def test_a_tensor_that_is_made_can_be_used(shape, data):
     """Fields that are changed at random raise when the tensor is created, or it can be used."""

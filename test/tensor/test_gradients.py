@@ -7,28 +7,16 @@ from torch import nn
 from nvfp4_tensor import QuantizeSpec, quantize, quantize_experts
 
 VIEWS = {
-    "whole": lambda w: w,
-    "t": lambda w: w.t(),
-    "rows that share": lambda w: w[128:],
-    "rows that do not": lambda w: w[5:],
-    "every second row": lambda w: w[::2],
-    "columns": lambda w: w[:, :32],
-    "row": lambda w: w[3],
-    "flat": lambda w: w.view(-1),
-    "other rows": lambda w: w.reshape(320, 32),
-    "gathered rows": lambda w: w[torch.tensor([1, 5, 7, 7])],
-    "chunk": lambda w: w.split(50)[1],
-    "clone": lambda w: w.clone(),
-    "cast": lambda w: w.to(torch.float16),
-    "float": lambda w: w.float(),
-    "expanded": lambda w: w.expand(2, 160, 64),
-}
+    "whole": lambda w: w, "t": lambda w: w.t(), "rows that share": lambda w: w[128:], "clone": lambda w: w.clone(),
+    "rows that do not": lambda w: w[5:], "every second row": lambda w: w[::2], "columns": lambda w: w[:, :32],
+    "row": lambda w: w[3], "flat": lambda w: w.view(-1), "other rows": lambda w: w.reshape(320, 32),
+    "gathered rows": lambda w: w[torch.tensor([1, 5, 7, 7])], "chunk": lambda w: w.split(50)[1],
+    "cast": lambda w: w.to(torch.float16), "expanded": lambda w: w.expand(2, 160, 64),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("view", "dtype"), [(view, torch.float32) for view in VIEWS] + [("columns", torch.bfloat16)])
 def test_gradient_of_dequantize_is_that_of_a_dense_parameter(view, dtype):
-    torch.manual_seed(0)
     w = nn.Parameter(quantize(torch.randn(160, 64, dtype=dtype)))
     dense = nn.Parameter(w.detach().dequantize())
     for out in (None, torch.float32, torch.bfloat16):
@@ -52,11 +40,10 @@ def test_decoding_functions_and_modes():
     assert w.tolist() == w.detach().dequantize().tolist()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled(backend):
+def test_compiled():
     w = nn.Parameter(quantize(torch.randn(32, 64)))
     compiled = torch.compile(lambda w: (w.dequantize() ** 2).sum() + w.dequantize(torch.bfloat16).float().sum(),
-                             fullgraph=True, backend=backend)  # fmt: skip
+                             fullgraph=True, backend="aot_eager")  # fmt: skip
     compiled(w).backward()
     torch.testing.assert_close(w.grad, 2 * w.detach().dequantize() + 1)
     with torch.no_grad():

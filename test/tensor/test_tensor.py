@@ -1,3 +1,5 @@
+"""quantize and fake_quantize: arguments, fields, bits, gradients and copies."""
+
 import copy
 import io
 import math
@@ -19,6 +21,7 @@ SPECS = [
     QuantizeSpec(block_rows=16, four_over_six=True),
     QuantizeSpec(hadamard_sign=True, random_bits=8, round_mode="stochastic"),
 ]
+ROWS = QuantizeSpec(row_scaled=True)
 SAME_FIELDS = NVFP4Tensor.tensor_attribute_names
 
 
@@ -32,27 +35,26 @@ def assert_same(a: NVFP4Tensor, b: NVFP4Tensor) -> None:
     assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "shape", [(1,), (16,), (37,), (5, 16), (130, 72), (3, 5, 33), (2, 3, 4, 64), (0,), (32, 0), (0, 64), (2, 0, 7)]
-)
-def test_shape_dtype_and_fields(device, shape, dtype):
-    x = torch.randn(shape, device=device).to(dtype)
-    t = NVFP4Tensor.to_nvfp4(x)
-    assert t.shape == shape and t.dtype == dtype and t.device == x.device and t.numel() == x.numel()
-    columns = -(-shape[-1] // 16) * 16
-    rows = math.prod(shape[:-1])
-    assert t.qdata.shape == (*shape[:-1], columns // 2) and t.qdata.dtype == torch.uint8
-    assert t.scale.shape == (-(-rows // 128), -(-columns // 64), 32, 16) and t.scale.dtype == torch.float8_e4m3fn
-    assert t.per_tensor_scale.shape == () and t.per_tensor_scale.dtype == torch.float32
-    assert t.unswizzled_scale().shape == (*shape[:-1], columns // 16)
-    decoded = t.dequantize()
-    assert decoded.shape == shape and decoded.dtype == dtype
-    assert t.dequantize(torch.float32).dtype == torch.float32
-    if x.numel():
-        assert (decoded.float() - x.float()).abs().max() <= x.float().abs().max() * 0.18
-        expected = reference.quantize(x.cpu(), reference.amax(x.cpu()), None, QuantizeSpec())
-        assert torch.equal(t.qdata.cpu(), expected[0])
+SHAPES = [(1,), (16,), (37,), (5, 16), (130, 72), (3, 5, 33), (2, 3, 4, 64), (0,), (32, 0), (0, 64), (2, 0, 7)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shape_dtype_and_fields(device, shape):
+    columns, rows = -(-shape[-1] // 16) * 16, math.prod(shape[:-1])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.randn(shape, device=device).to(dtype)
+        t = NVFP4Tensor.to_nvfp4(x)
+        assert t.shape == shape and t.dtype == dtype and t.device == x.device and t.numel() == x.numel()
+        assert t.qdata.shape == (*shape[:-1], columns // 2) and t.qdata.dtype == torch.uint8
+        assert t.scale.shape == (-(-rows // 128), -(-columns // 64), 32, 16) and t.scale.dtype == torch.float8_e4m3fn
+        assert t.per_tensor_scale.shape == () and t.per_tensor_scale.dtype == torch.float32
+        assert t.unswizzled_scale().shape == (*shape[:-1], columns // 16)
+        decoded = t.dequantize()
+        assert decoded.shape == shape and decoded.dtype == dtype and t.dequantize(torch.float32).dtype == torch.float32
+        if x.numel():
+            assert (decoded.float() - x.float()).abs().max() <= x.float().abs().max() * 0.18
+            expected = reference.quantize(x.cpu(), reference.amax(x.cpu()), None, QuantizeSpec())
+            assert torch.equal(t.qdata.cpu(), expected[0])
 
 
 def test_not_contiguous():
@@ -61,17 +63,12 @@ def test_not_contiguous():
         assert_same(quantize(y), quantize(y.contiguous()))
 
 
-@pytest.mark.parametrize("mode", ["rne", "even", "away", "zero", "stochastic", *list(RoundingMode)[:4]])
-def test_round_mode_by_name_and_enum(mode):
-    t = NVFP4Tensor.to_nvfp4(torch.randn(4, 32), round_mode=mode)
-    assert t.spec == QuantizeSpec(round_mode=RoundingMode.of(mode))
-
-
-def test_round_mode_replaces_that_of_the_spec():
-    spec = QuantizeSpec(block_rows=16)
-    assert NVFP4Tensor.to_nvfp4(torch.randn(4, 32), spec=spec, round_mode="away").spec == spec.replace(
-        round_mode="away"
-    )
+def test_round_mode_by_name_and_enum_replaces_that_of_the_spec():
+    x, spec = torch.randn(4, 32), QuantizeSpec(block_rows=16, round_mode="zero")
+    for mode in ("rne", "even", "away", "zero", "stochastic", *list(RoundingMode)[:4]):
+        assert NVFP4Tensor.to_nvfp4(x, round_mode=mode).spec == QuantizeSpec(round_mode=RoundingMode.of(mode))
+        assert NVFP4Tensor.to_nvfp4(x, spec=spec, round_mode=mode).spec == spec.replace(round_mode=mode)
+    assert NVFP4Tensor.to_nvfp4(x, spec=spec).spec == spec
 
 
 def nested(layout):
@@ -103,11 +100,24 @@ def nested(layout):
         (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(3, dtype=torch.int64)), ValueError, "rng_state"),
         (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=torch.zeros(2).long(), generator=torch.Generator()), ValueError, "mutually exclusive"),  # noqa: E501
         (lambda: quantize(torch.zeros(4), origin=(0, 8), full_width=64), ValueError, "multiple of 16"),
+        (lambda: quantize(torch.zeros(4), origin=(0, -16), full_width=64), ValueError, "multiple of 16"),
+        (lambda: quantize(torch.zeros(4), origin=(-16, 0)), ValueError, "block_rows"),
         (lambda: quantize(torch.zeros(4), origin=(0, 16)), ValueError, "full_width"),
         (lambda: quantize(torch.zeros(4), origin=(0, 16), full_width=19), ValueError, "full_width"),
         (lambda: quantize(torch.zeros(4), QuantizeSpec(block_rows=16), origin=(8, 0)), ValueError, "block_rows"),
         (lambda: quantize(torch.zeros(4)).dequantize(torch.int8), TypeError, "int8"),
         (lambda: fake_quantize(torch.zeros(4), dtype=torch.float64), TypeError, "float64"),
+        (lambda: fake_quantize(quantize(torch.zeros(4))), TypeError, r"dequantize\(\)"),
+        (lambda: quantize(torch.zeros(4), "stochastic"), TypeError, "spec must be a QuantizeSpec"),
+        (lambda: NVFP4Tensor.to_nvfp4(torch.zeros(4), round_mode="rne", spec="x"), TypeError, "must be a QuantizeSpec"),
+        (lambda: fake_quantize(torch.zeros(4), "rne"), TypeError, "spec must be a QuantizeSpec"),
+        (lambda: quantize(torch.zeros(4), QuantizeSpec(round_mode="eden")), ValueError, r"fake_quantize\(x, spec\)"),
+        (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=(1, 2)), TypeError, r"torch.tensor\(\[seed, offset\]\)"),
+        (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2, device="meta").long()), ValueError, "is on meta"),
+        (lambda: quantize(torch.zeros(4), amax="3"), ValueError, "amax must be a finite nonnegative number"),
+        (lambda: quantize_experts([1]), ValueError, r"experts must be a tensor \(E, N, K\).*got list"),
+        (lambda: quantize_experts(torch.ones(0, 16, 16)), ValueError, "at least one"),
+        (lambda: quantize_experts(torch.ones(1, 4, 32), activation_spec=SPECS[3]), ValueError, "same hadamard_sign"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_raise(call, error, message):
@@ -141,33 +151,33 @@ def test_amax_given_is_the_amax_used():
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.integers(1, 3).flatmap(lambda n: st.tuples(*[st.integers(1, 40)] * n)),
-    st.sampled_from(SPECS),
-    st.integers(0, 2**40),
-)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.sampled_from([*SPECS, ROWS]), st.integers(0, 2**40))
 def test_fake_quantize_is_quantize_and_dequantize(shape, spec, seed):
     x, state = torch.randn(shape), torch.tensor([seed, 1])
     fake = fake_quantize(x, spec, rng_state=state)
     assert torch.equal(fake[..., : shape[-1]], quantize(x, spec, rng_state=state).dequantize())
 
 
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("hadamard_sign", [None, 0x1234])
-def test_gradient_of_fake_quantize_is_that_of_what_it_approximates(device, hadamard_sign, compile):
-    x, state = torch.randn(6, 40, device=device), torch.tensor([1, 2], device=device)
-    spec = QuantizeSpec(round_mode="stochastic", hadamard_sign=hadamard_sign)
-    transform = torch.eye(16) if hadamard_sign is None else reference.hadamard(torch.eye(16), hadamard_sign).float()
+TRANSFORMED = QuantizeSpec(hadamard_sign=0x1234)
+
+
+@pytest.mark.parametrize(
+    ("spec", "compile"), [(ROWS, False), (QuantizeSpec(), True), (TRANSFORMED, False), (TRANSFORMED, True)]
+)
+def test_gradient_of_fake_quantize_is_that_of_what_it_approximates(device, spec, compile):
+    x, state, sign = torch.randn(6, 40, device=device), torch.tensor([1, 2], device=device), spec.hadamard_sign
+    spec = spec.replace(round_mode="stochastic")
+    transform = torch.eye(16) if sign is None else reference.hadamard(torch.eye(16), sign).float()
 
     def function(x):
         return fake_quantize(x, spec, rng_state=state) * 2
 
     def smooth(x):
         blocks = torch.nn.functional.pad(x, (0, 8)).unflatten(-1, (-1, 16)) @ transform.to(device)
-        return blocks.flatten(-2)[..., : 40 if hadamard_sign is None else 48] * 2
+        return blocks.flatten(-2)[..., : 40 if sign is None else 48] * 2
 
     leaf = x.clone().requires_grad_()
-    values = torch.compile(function, fullgraph=True)(leaf) if compile else function(leaf)
+    values = torch.compile(function, fullgraph=True, backend="aot_eager")(leaf) if compile else function(leaf)
     assert torch.equal(values, function(x))
     upstream = torch.randn_like(values)
     (grad,) = torch.autograd.grad(values, leaf, upstream)
@@ -176,13 +186,14 @@ def test_gradient_of_fake_quantize_is_that_of_what_it_approximates(device, hadam
         assert not function(leaf).requires_grad
 
 
-@pytest.mark.parametrize("hadamard_sign", [None, 0x1234])
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(("hadamard_sign", "compile"), [(None, True), (0x1234, False)])
 def test_fake_quantize_under_transforms_of_functions(hadamard_sign, compile):
     """torch.func and forward-mode AD return the derivatives of the approximated function, and the same bits."""
-    x, tangent = torch.randn(3, 5, 32), torch.randn(3, 5, 32)
+    x, tangent, spec = torch.randn(3, 5, 32), torch.randn(3, 5, 32), QuantizeSpec(hadamard_sign=hadamard_sign)
     x[0, 0, :4] = torch.tensor([-0.0, torch.inf, -torch.inf, 1e-30])
-    spec, maybe_compile = QuantizeSpec(hadamard_sign=hadamard_sign), torch.compile if compile else lambda f: f
+
+    def maybe_compile(f):
+        return torch.compile(f, backend="aot_eager") if compile else f
 
     def function(x):
         return fake_quantize(x, spec, amax=4.0)
@@ -220,28 +231,6 @@ def test_gradient_of_fake_quantize_does_not_depend_on_the_default_dtype_or_on_au
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda x: quantize(x, "stochastic"), TypeError, "spec must be a QuantizeSpec"),
-        (lambda x: NVFP4Tensor.to_nvfp4(x, round_mode="rne", spec="x"), TypeError, "spec must be a QuantizeSpec"),
-        (lambda x: fake_quantize(x, "rne"), TypeError, "spec must be a QuantizeSpec"),
-        (lambda x: quantize(x, SPECS[1], rng_state=(1, 2)), TypeError, r"torch.tensor\(\[seed, offset\]\)"),
-        (lambda x: quantize(x, amax="3"), ValueError, "amax must be a finite nonnegative number"),
-        (lambda x: quantize_experts([1]), ValueError, "experts must be a tensor"),
-        (lambda x: quantize_experts(torch.ones(0, 16, 16)), ValueError, "at least one"),
-        (
-            lambda x: quantize_experts(x[None], activation_spec=QuantizeSpec(hadamard_sign=True)),
-            ValueError,
-            "the same hadamard_sign",
-        ),
-    ],
-)
-def test_errors_name_the_expected_argument(call, error, message):
-    with pytest.raises(error, match=message):
-        call(torch.randn(4, 32))
-
-
 def test_quantize_takes_no_gradient_and_says_nothing_of_one():
     assert not quantize(torch.randn(4, 16, requires_grad=True)).requires_grad
 
@@ -264,15 +253,12 @@ def test_a_shard_gets_the_bits_of_the_full_tensor():
 
 
 def test_stochastic_draws_vary_average_out_and_keep_grid_points():
-    values = [
-        NVFP4Tensor.to_nvfp4(torch.tensor([1.3, 2.7]), round_mode=RoundingMode.STOCHASTIC).dequantize()
-        for _ in range(100)
-    ]
-    assert torch.stack(values).std(dim=0).max() > 0
+    """Of 10^6 elements and 50 draws: their average has a seventh of the error of one, 0.10, and grid points none."""
     x = torch.randn(1000, 1000).bfloat16()
     spec = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
-    mean = sum(quantize(x, spec).dequantize(torch.float32) for _ in range(50)) / 50
-    assert (mean - x.float()).abs().mean() < 0.1
+    draws = [quantize(x, spec).dequantize(torch.float32) for _ in range(50)]
+    errors = [(each - x.float()).abs().mean().item() for each in (draws[0], sum(draws) / 50)]
+    assert errors[0] > 0.05 and errors[1] < errors[0] / 5 and not torch.equal(draws[0], draws[1])
     assert NVFP4Tensor.to_nvfp4(torch.tensor([1e-8, -1e-8, 0.5]), round_mode="stochastic").dequantize()[2] == 0.5
 
 
@@ -288,34 +274,23 @@ def test_repr_shows_what_it_is_and_no_values():
     )
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("parameter", [False, True])
+@pytest.mark.parametrize(("spec", "transposed", "parameter"), [
+    (SPECS[0], False, False), (SPECS[1], True, False), (SPECS[2], False, True), (SPECS[3], True, True),
+])  # fmt: skip
 def test_copies_through_every_door(device, spec, transposed, parameter):
-    t = quantize(torch.randn(130, 70, device=device), spec)._replace(
-        activation_spec=SPECS[0].replace(hadamard_sign=spec.hadamard_sign)
-    )
+    activation = SPECS[0].replace(hadamard_sign=spec.hadamard_sign)
+    t = quantize(torch.randn(130, 70, device=device), spec)._replace(activation_spec=activation)
     t = t.t() if transposed else t
     t = torch.nn.Parameter(t, requires_grad=False) if parameter else t
-    file = io.BytesIO()
+    file, deep = io.BytesIO(), [copy.deepcopy(t), pickle.loads(pickle.dumps(t))]
     torch.save({"t": t}, file)
-    loaded = []
     for weights_only in (True, False):
         file.seek(0)
-        loaded.append(torch.load(file, weights_only=weights_only)["t"])
-    for other in (
-        t.clone(),
-        copy.copy(t),
-        copy.deepcopy(t),
-        pickle.loads(pickle.dumps(t)),
-        t.detach(),
-        t.contiguous(),
-        *loaded,
-    ):
+        deep.append(torch.load(file, weights_only=weights_only)["t"])
+    for other in (t.clone(), copy.copy(t), t.detach(), t.contiguous(), *deep):
         assert_same(t, other)
-    for other in (copy.deepcopy(t), pickle.loads(pickle.dumps(t)), *loaded):
-        assert isinstance(other, torch.nn.Parameter) == parameter
-        assert other.qdata.data_ptr() != t.qdata.data_ptr()
+    for other in deep:
+        assert isinstance(other, torch.nn.Parameter) == parameter and other.qdata.data_ptr() != t.qdata.data_ptr()
 
 
 def test_flatten_and_unflatten():
@@ -338,3 +313,15 @@ def test_experts_have_a_scale_each_where_all_are_equal(experts):
     alone = quantize(w)
     assert t.per_tensor_scale.shape == (experts, 1) and (t.per_tensor_scale == alone.per_tensor_scale).all()
     assert torch.equal(t.dequantize(), alone.dequantize().expand(experts, 4, 32))
+
+
+@pytest.mark.parametrize(("block_rows", "rows"), [(1, 20), (16, 32)])
+def test_experts_draw_apart_from_one_state(block_rows, rows):
+    """Expert e has the bits of rows e * N and further, N rounded up to its tiles."""
+    x, state = torch.randn(1, 20, 32).expand(3, 20, 32), torch.tensor([7, 8])
+    spec = QuantizeSpec(round_mode="stochastic", block_rows=block_rows)
+    experts = quantize_experts(x, spec, rng_state=state)
+    for e, expert in enumerate(experts.unbind()):
+        alone = quantize(x[e], spec, rng_state=state, origin=(e * rows, 0))
+        assert torch.equal(expert.qdata, alone.qdata) and torch.equal(expert.dequantize(), alone.dequantize())
+    assert not torch.equal(experts[0].qdata, experts[1].qdata)

@@ -1,7 +1,6 @@
 """Codes that are not in the 16x16 tiles of their tensor's spec: whatever reads tiles reads the scales."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from nvfp4_tensor.tensor.tiles import tiled
 from nvfp4_tensor.training.linear import function, fused
 
 TILES = QuantizeSpec(block_rows=16)
-ROWS, COLUMNS = 48, 64
+ROWS, COLUMNS, STATE = 48, 64, torch.tensor([1, 2])
 
 
 def generator():
@@ -31,6 +30,10 @@ def in_tiles(rows=ROWS):
     return quantize(dense(rows).sort(0, descending=True)[0], TILES)
 
 
+def copied(source):
+    return in_tiles().copy_(source)
+
+
 def loaded():
     source, target = (nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False)) for _ in range(2))
     source[0].weight.data.copy_(dense())
@@ -40,79 +43,41 @@ def loaded():
     return target[0].weight.detach()
 
 
-def copied(source):
-    t = in_tiles()
-    t.copy_(source)
-    return t
-
-
 def into_rows(start, length):
     t, source = in_tiles(), quantize(dense(), amax=in_tiles().per_tensor_scale * 2688)
     t.narrow(0, start, length).copy_(source[:length])
     return t
 
 
-def pickled(t):
-    buffer = io.BytesIO()
-    torch.save(t, buffer)
-    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-
-
-def with_data(t):
-    p = in_tiles()
-    p.data = t
-    return p
+def written_back():
+    return training.write_back(copied(quantize(dense())), 0.1 * dense(), rng_state=STATE)
 
 
 WRITERS = {
     "quantize": in_tiles,
     "indexing": lambda: in_tiles()[torch.randperm(ROWS, generator=generator())],
-    "index_select": lambda: in_tiles().index_select(0, torch.arange(ROWS).flip(0)),
     "mask": lambda: in_tiles(2 * ROWS)[torch.arange(2 * ROWS) % 2 == 0],
     "slice": lambda: in_tiles()[5:].clone(),
-    "every third row": lambda: in_tiles(3 * ROWS)[::3].clone(),
     "cat at odd rows": lambda: torch.cat([in_tiles()[:7], in_tiles()[20:33]]),
     "other rows": lambda: in_tiles().reshape(2 * ROWS, COLUMNS // 2).clone(),
     "padded": lambda: torch.constant_pad_nd(in_tiles(), [0, 0, 3, 2]),
     "copy_": lambda: copied(quantize(dense())),
-    "copy_ to .data": lambda: copied(quantize(dense())).data,
     "load_state_dict": loaded,
     "copy_ into rows": lambda: into_rows(3, 20),
-    ".data =": lambda: with_data(copied(quantize(dense()))),
     "deepcopy": lambda: copy.deepcopy(copied(quantize(dense()))),
-    "torch.load": lambda: pickled(copied(quantize(dense()))),
-    "write_back": lambda: training.write_back(
-        copied(quantize(dense())), 0.1 * dense(), rng_state=torch.tensor([1, 2])
-    ),
-}  # fmt: skip
+    "write_back": written_back,
+}
 
 
-def by_optimizer(states):
-    def step(t):
-        p = nn.Parameter(t.clone())
-        optimizer = training.NVFP4Optimizer([p], torch.optim.SGD, lr=1e-2, round_mode=states)
-        p.grad = torch.zeros(p.shape)
-        optimizer.step()
-        return p.detach()
-
-    return step
-
-
-def by_torch(t):
+def stepped(t, optimizer, **arguments):
     p = nn.Parameter(t.clone())
     p.grad = torch.zeros(p.shape)
-    torch.optim.SGD([p], lr=1e-2).step()
+    optimizer([p], lr=1e-2, **arguments).step()
     return p.detach()
 
 
 def merged(t):
     return training.merge_low_rank(t, torch.zeros(4, t.shape[1]), torch.randn(t.shape[0], 4), round_mode="rne")
-
-
-def transposed(t):
-    t = t.clone().mT
-    t.mul_(1)
-    return t.mT
 
 
 def beside_larger_rows(t):
@@ -130,30 +95,27 @@ def backward(t):
     quantize_(linear, training.NVFP4TrainingConfig())
     linear.weight = nn.Parameter(t.clone(), requires_grad=False)
     x = torch.zeros(16, t.shape[1], requires_grad=True)
-    dx = []
-    for row in range(t.shape[0]):
-        dy = torch.zeros(16, t.shape[0])
-        dy[:, row] = 1.0
-        dx.append(torch.autograd.grad(linear(x), x, dy)[0][0])
-    return torch.stack(dx)
+    dys = (torch.zeros(16, t.shape[0]).index_fill_(1, row, 1.0) for row in torch.arange(t.shape[0]))
+    return torch.stack([torch.autograd.grad(linear(x), x, dy)[0][0] for dy in dys])
 
 
 ROUNDING = 0.15
 """The largest relative change of a row that is quantized again; 0.095 is the error of a normal one."""
 
 READERS = {  # and how much they may change a row, relative to its norm
-    "step": (by_optimizer("stochastic"), 0),
-    "step to nearest": (by_optimizer("rne"), 0),
-    "torch's step": (by_torch, ROUNDING),
-    "operator on the transpose": (transposed, ROUNDING),
+    "step": (lambda t: stepped(t, training.NVFP4Optimizer, inner=torch.optim.SGD, round_mode="stochastic"), 0),
+    "step to nearest": (lambda t: stepped(t, training.NVFP4Optimizer, inner=torch.optim.SGD, round_mode="rne"), 0),
+    "torch's step": (lambda t: stepped(t, torch.optim.SGD), ROUNDING),
+    "operator on the transpose": (lambda t: t.clone().mT.mul_(1).mT, ROUNDING),
     "merge": (merged, ROUNDING),
     "other rows rescale": (beside_larger_rows, ROUNDING),
     "dgrad": (backward, 1e-5),
 }
+PAIRS = [(writer, "step") for writer in WRITERS]
+PAIRS += [(writer, reader) for reader in list(READERS)[1:] for writer in ("quantize", "slice", "copy_")]
 
 
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_reading_tiles_that_are_none_changes_nothing(writer, reader, monkeypatch):
     for module in (function, fused):
         monkeypatch.setattr(module, "reads_transposed", lambda device: True)
@@ -163,28 +125,20 @@ def test_reading_tiles_that_are_none_changes_nothing(writer, reader, monkeypatch
     read, limit = READERS[reader]
     after = read(t)
     after = after if type(after) is torch.Tensor else after.dequantize()
-    size = before.norm(dim=1)
-    error = (after - before).norm(dim=1)
-    assert (error <= limit * size).all(), (error / size).nan_to_num(0).max()
+    assert ((after - before).norm(dim=1) <= limit * before.norm(dim=1)).all()
 
 
 def test_copies_hold_the_values_of_their_source():
     source = quantize(dense())
-    for t in (copied(source), loaded(), with_data(copied(source)), pickled(copied(source))):
-        assert torch.equal(t.dequantize(), source.dequantize())
+    for t in (copied(source), loaded()):
+        assert t.spec == TILES and torch.equal(t.dequantize(), source.dequantize())
 
 
 def test_tiles_stay_tiles():
     """A tensor in tiles stays in tiles, whatever rounds it again: their scales are those of the transpose."""
-    t = in_tiles()
-    p, update = t.clone(), 0.3 * dense()
-    p.mul_(1.3)
-    for each in (
-        p,
-        merged(t),
-        training.write_back(t, update, rng_state=torch.tensor([1, 2])),
-        training.write_back(t, update, round_mode="rne"),
-    ):
+    t, update = in_tiles(), 0.3 * dense()
+    written = (training.write_back(t, update, **how) for how in ({"rng_state": STATE}, {"round_mode": "rne"}))
+    for each in (t.clone().mul_(1.3), merged(t), *written):
         assert tiled(each.unswizzled_scale()).all()
 
 
