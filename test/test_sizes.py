@@ -29,20 +29,21 @@ def test_a_dense_model():
     assert str(size) == "0.0 MB: codes 0.0 MB, scales 0.0 MB, dense 0.0 MB"
 
 
-@pytest.mark.parametrize("tied", ["parameter", "tensor", "parts", "not"])
+TIES = {
+    "parameter": lambda weight: weight,
+    "tensor": lambda weight: nn.Parameter(weight.data, requires_grad=False),
+    "parts": lambda weight: nn.Parameter(weight.data._replace(), requires_grad=False),
+    "not": lambda weight: nn.Parameter(weight.data.clone(), requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("tied", TIES)
 def test_a_quantized_model_counts_what_is_shared_once(tied):
     model = net()
     model[1].weight = nn.Parameter(model[0].weight.detach().clone())
     quantize_(model, NVFP4WeightOnlyConfig())
-    weight = model[0].weight
-    if tied == "parameter":
-        model[1].weight = weight
-    elif tied == "tensor":
-        model[1].weight = nn.Parameter(weight.data, requires_grad=False)
-    elif tied == "parts":
-        model[1].weight = nn.Parameter(weight.data._replace(), requires_grad=False)
-    copies = 2 if tied == "not" else 1
-    size = model_size(model)
+    model[1].weight = TIES[tied](model[0].weight)
+    copies, size = 2 if tied == "not" else 1, model_size(model)
     assert (size.codes, size.scales, size.dense) == (copies * CODES, copies * SCALES, 256 + BATCH_NORM)
     assert size.unquantized == copies * 128 * 64 * 2 + 256 + BATCH_NORM
 
