@@ -49,6 +49,7 @@ def test_an_ordinary_matrix_is_refused_nothing_ordinary(name):
     got, expected = ([r] if isinstance(r, torch.Tensor) else r for r in map(TAKES[name], (t, t.dequantize())))
     for a, b in zip(got, expected, strict=True):
         assert isinstance(a, NVFP4Tensor) and a.dtype == b.dtype and torch.equal(a.dequantize(), b)
+        assert a.per_tensor_scale.dim() == 0
         shares = [
             getattr(a, part).untyped_storage().data_ptr() == getattr(t, part).untyped_storage().data_ptr()
             for part in ("qdata", "scale")

@@ -11,7 +11,15 @@ from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, RoundingMode, fake_quantize, quantize, quantize_experts
+from nvfp4_tensor import (
+    NVFP4Tensor,
+    ProductBackend,
+    QuantizeSpec,
+    RoundingMode,
+    fake_quantize,
+    quantize,
+    quantize_experts,
+)
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.hadamard import float_hadamard
 
@@ -304,6 +312,19 @@ def test_bits_per_element_counts_everything_stored():
     t = quantize(torch.randn(128, 64))
     assert t.stored_bytes == 128 * 32 + 128 * 4 + 4
     assert t.bits_per_element == 8 * t.stored_bytes / (128 * 64)
+    assert quantize(torch.empty(0, 64)).bits_per_element == 32
+
+
+def test_describe_names_how_it_multiplies():
+    t = quantize(torch.randn(256, 256))
+    static = t._replace(activation_spec=SPECS[0], activation_amax=torch.tensor(2.0))
+    for each, activation in (
+        (t, ""), (static._replace(activation_amax=None), ", activation (rne, 1x16)"),
+        (static, ", activation (rne, 1x16, static)"),
+        (static._replace(product_backend=ProductBackend.SCALED_MM), ", activation (rne, 1x16, static, by scaled_mm)"),
+        (t._replace(product_backend=ProductBackend.FP8), ", activation (fp8)"),
+    ):  # fmt: skip
+        assert each.describe() == f"rne, 1x16{activation}, 4.50 bits/element"
 
 
 @pytest.mark.parametrize("experts", [1, 3])
