@@ -15,6 +15,7 @@ from nvfp4_tensor.quantization import experts
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.observer import InputStatistics
+from nvfp4_tensor.quantization.shards import refuse_dtensors
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _ATTRIBUTE = "observed_inputs"
@@ -114,6 +115,7 @@ def _observe_experts(module: nn.Module, args: tuple[Any, ...], keywords: Mapping
     """Record what every expert gets from all tokens of a call. The call itself goes on by the router's choice."""
     own = observed_inputs(module)
     assert own is not None
+    refuse_dtensors(module)
     hidden, chosen = experts.arguments_of(args, keywords)
     own.tokens += experts.tokens_of(len(own.tokens), hidden, chosen)
     for name, of_experts, x, weights in experts.inputs_of(module, hidden, chosen):

@@ -16,6 +16,7 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.config import NVFP4Config
 from nvfp4_tensor.quantization.conv1d import is_conv1d
 from nvfp4_tensor.quantization.fast_path import keep_called, release
+from nvfp4_tensor.quantization.shards import refuse_dtensors
 
 MAGNITUDE_BINS = 1 << 13
 """Bins of the histogram of magnitudes: the exponent and five mantissa bits of float32, so 3 % wide at most."""
@@ -182,6 +183,7 @@ class ObservedLinear(InputStatistics, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if is_nested(input):
             return over_nested(self.forward, input)
+        refuse_dtensors(self)
         self.record(input)
         return self.observed_class.forward(self, input)
 

@@ -28,6 +28,12 @@ def refuse_shards(model: nn.Module, chosen: Collection[nn.Module]) -> None:
                 )
 
 
+def refuse_dtensors(module: nn.Module) -> None:
+    """Raise a TypeError if a prepared module was sharded before it is called: its statistics would be of a shard."""
+    if any(_is(parameter, "DTensor") for parameter in module._parameters.values()):
+        refuse_shards(module, [module])
+
+
 def _is(value: object, *names: str) -> bool:
     """Return whether a value is of a class of torch.distributed, without the slow import of it."""
     return any(each.__name__ in names for each in type(value).__mro__)

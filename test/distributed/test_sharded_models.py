@@ -88,3 +88,5 @@ def test_sharded_models_are_refused_by_name():
             said = refused(model, call)
             assert said == named or name in ("quantize_", "prepare"), (how, name, said)  # which see single modules
         refused(prepared, lambda model: quantize_(model, NVFP4Config(step="convert", experts=True)))
+        if not how.startswith("FSDP2"):  # which gathers whole weights for a call
+            refused(prepared, lambda model: model(IDS))
