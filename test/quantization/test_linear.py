@@ -1,6 +1,7 @@
 """NVFP4Linear: its fast paths give the bits of torch's linear, whatever happens to the weight between calls."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ CONFIGS = {"weight only": NVFP4WeightOnlyConfig, "w4a4": NVFP4Config}
 @pytest.fixture(params=CONFIGS)
 def config(request):
     return CONFIGS[request.param]()
+
+
+def in_turn(names):
+    """Parameters (name, config), with the configs in turn."""
+    return [
+        pytest.param(each, kind(), id=f"{each}-{kind.__name__}")
+        for each, kind in zip(names, itertools.cycle(CONFIGS.values()))
+    ]
 
 
 def quantized_linear(config=None, device="cpu", bias=True, dtype=torch.bfloat16):
@@ -52,18 +61,20 @@ def inputs_of_graph(function, *args):
 # --- eager mode ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(K,), (1, K), (5, K), (1, 1, K), (2, 3, K), (2, 0, K), (0, K)], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_module_gives_the_bits_of_the_operator(device, config, shape, bias, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "bias"), [(torch.bfloat16, True), (torch.float16, False), (torch.float32, True)], ids=str
+)
+def test_the_module_gives_the_bits_of_the_operator(device, config, dtype, bias):
     layer = quantized_linear(config, device, bias, dtype)
-    x = torch.randn(shape, device=device, dtype=dtype)
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        with mode():
-            y = layer(x)
-            assert torch.equal(y, linear(x, layer.weight, layer.bias)) and y.dtype == dtype
-    with torch.no_grad():
-        assert torch.equal(layer(x.expand(2, *shape)), linear(x.expand(2, *shape), layer.weight, layer.bias))
+    for shape in ((K,), (1, K), (5, K), (1, 1, K), (2, 3, K), (2, 0, K), (0, K)):
+        x = torch.randn(shape, device=device, dtype=dtype)
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                y = layer(x)
+                assert torch.equal(y, linear(x, layer.weight, layer.bias)) and y.dtype == dtype
+        with torch.no_grad():
+            expanded = x.expand(2, *shape)
+            assert torch.equal(layer(expanded), linear(expanded, layer.weight, layer.bias))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
@@ -95,16 +106,21 @@ class _Twice(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4TrainingConfig()], ids=["weight-only", "training"])
-@pytest.mark.parametrize("how, source", [
-    (lambda layer: prune.random_unstructured(layer, "weight", amount=0.5), "weight_orig"),
-    (torch.nn.utils.spectral_norm, "weight_orig"), (torch.nn.utils.weight_norm, "weight_g and weight_v"),
-], ids=["pruned", "spectral_norm", "weight_norm"])  # fmt: skip
-def test_computed_weights_are_not_quantized(how, source, config):
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+@pytest.mark.parametrize(
+    ("how", "source"),
+    [
+        (lambda layer: prune.random_unstructured(layer, "weight", amount=0.5), "weight_orig"),
+        (torch.nn.utils.spectral_norm, "weight_orig"),
+        (torch.nn.utils.weight_norm, "weight_g and weight_v"),
+    ],
+    ids=["pruned", "spectral_norm", "weight_norm"],
+)
+def test_computed_weights_are_not_quantized(how, source):
+    model = nn.Sequential(nn.Linear(64, 64))
     how(model[0])
-    with pytest.raises(TypeError, match=f"is computed from {source}: "):
-        quantize_(model, config)
+    for config in (NVFP4WeightOnlyConfig(), NVFP4TrainingConfig()):
+        with pytest.raises(TypeError, match=f"is computed from {source}: "):
+            quantize_(model, config)
     assert model(torch.randn(2, 64)).shape == (2, 64)
 
 
@@ -167,8 +183,8 @@ def test_a_graph_gets_the_weight_where_its_parts_do_not_suffice(case):
         torch.testing.assert_close(got, function(x))
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_other_batches_and_other_weights_do_not_recompile(config, dynamic):
+@pytest.mark.parametrize(("dynamic", "config"), in_turn([None, True]))
+def test_other_batches_and_other_weights_do_not_recompile(dynamic, config):
     layer = quantized_linear(config)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=dynamic)
@@ -183,12 +199,8 @@ def test_other_batches_and_other_weights_do_not_recompile(config, dynamic):
 # --- what happens to a weight between calls --------------------------------------------------------------------------
 
 
-def _set_parameter(layer):
-    layer._parameters["weight"] = Parameter(codes(layer.weight), requires_grad=False)
-
-
-def _copy_codes(layer):
-    layer.weight.copy_(codes(layer.weight, 3.0))
+def frozen(weight):
+    return Parameter(weight, requires_grad=False)
 
 
 def _write_tiles(layer):
@@ -197,25 +209,9 @@ def _write_tiles(layer):
     layer.weight[128:].copy_(first)
 
 
-def _write_rows(layer):
-    layer.weight[3:40].copy_(layer.weight[20:57].clone())
-
-
-def _write_part(layer):
-    layer.weight.qdata.copy_(layer.weight.qdata.roll(1, 0))
-
-
-def _set_data(layer):
-    layer.weight.data = codes(layer.weight)
-
-
 def _set_data_of_another_shape(layer):
     layer.weight.data = codes(layer.weight[:64])
     layer.bias = None
-
-
-def _set_scale(layer):
-    layer.weight.per_tensor_scale = layer.weight.per_tensor_scale * 2
 
 
 def _set_parts(layer):
@@ -223,43 +219,14 @@ def _set_parts(layer):
     layer.weight.qdata, layer.weight.scale = other.qdata, other.scale
 
 
-def _set_activation_spec(layer):
-    layer.weight.activation_spec = QuantizeSpec(round_mode="rne", scale_ceiling=256)
-
-
-def _scale_per_row(layer):
-    rows = torch.rand(N, device=layer.weight.device) + 1
-    layer.weight = Parameter(layer.weight._replace(per_tensor_scale=rows), requires_grad=False)
-
-
-def _other_spec(layer):
-    layer.weight = Parameter(codes(layer.weight, spec=QuantizeSpec(block_rows=16)), requires_grad=False)
-
-
-def _transposed(layer):
-    layer.weight = Parameter(quantize(layer.weight.dequantize().t().contiguous()).t(), requires_grad=False)
-
-
 def _column_slice(layer):
     wide = codes(torch.empty(N, 2 * K, dtype=layer.weight.dtype, device=layer.weight.device))
-    layer.weight = Parameter(wide[:, K:], requires_grad=False)
-
-
-def _dense(layer):
-    layer.weight = Parameter(layer.weight.dequantize(), requires_grad=False)
-
-
-def _load(layer):
-    layer.load_state_dict({"weight": codes(layer.weight), "bias": torch.randn_like(layer.bias)})
+    layer.weight = frozen(wide[:, K:])
 
 
 def _load_assign(layer):
     state = {"weight": codes(layer.weight), "bias": torch.randn_like(layer.bias)}
     layer.load_state_dict(state, assign=True)
-
-
-def _swap(layer):
-    torch.utils.swap_tensors(layer.weight, Parameter(codes(layer.weight), requires_grad=False))
 
 
 def _round_trip(layer):
@@ -272,33 +239,53 @@ def _require_grad(layer):
     layer.weight.requires_grad_()
 
 
-CHANGES = [
-    _set_parameter, _copy_codes, _write_tiles, _write_rows, _write_part, _set_data, _set_data_of_another_shape,
-    _set_scale, _set_parts, _set_activation_spec, _scale_per_row, _other_spec, _transposed, _column_slice, _dense,
-    _load, _load_assign, _swap, _round_trip, _require_grad,
-]  # fmt: skip
+CHANGES = {
+    "parameter": lambda layer: layer._parameters.update(weight=frozen(codes(layer.weight))),
+    "codes": lambda layer: layer.weight.copy_(codes(layer.weight, 3.0)),
+    "tiles": _write_tiles,
+    "rows": lambda layer: layer.weight[3:40].copy_(layer.weight[20:57].clone()),
+    "part": lambda layer: layer.weight.qdata.copy_(layer.weight.qdata.roll(1, 0)),
+    "data": lambda layer: setattr(layer.weight, "data", codes(layer.weight)),
+    "data of another shape": _set_data_of_another_shape,
+    "scale": lambda layer: setattr(layer.weight, "per_tensor_scale", layer.weight.per_tensor_scale * 2),
+    "parts": _set_parts,
+    "activation_spec": lambda layer: setattr(layer.weight, "activation_spec", QuantizeSpec(scale_ceiling=256)),
+    "scale per row": lambda layer: setattr(
+        layer, "weight", frozen(layer.weight._replace(per_tensor_scale=torch.rand(N, device=layer.weight.device) + 1))
+    ),
+    "spec": lambda layer: setattr(layer, "weight", frozen(codes(layer.weight, spec=QuantizeSpec(block_rows=16)))),
+    "transposed": lambda layer: setattr(
+        layer, "weight", frozen(quantize(layer.weight.dequantize().t().contiguous()).t())
+    ),
+    "column slice": _column_slice,
+    "dense": lambda layer: setattr(layer, "weight", frozen(layer.weight.dequantize())),
+    "load_assign": _load_assign,
+    "swap": lambda layer: torch.utils.swap_tensors(layer.weight, frozen(codes(layer.weight))),
+    "round trip": _round_trip,
+    "require_grad": _require_grad,
+}
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
-def test_no_product_uses_a_weight_of_the_past(device, config, change):
+@pytest.mark.parametrize(("change", "config"), in_turn(CHANGES))
+def test_no_product_uses_a_weight_of_the_past(device, change, config):
     layer, x = quantized_linear(config, device), torch.randn(2, 3, K, device=device, dtype=torch.bfloat16)
     compiled = torch.compile(layer, backend="aot_eager")
     with torch.no_grad():
         before = compiled(x)
         assert torch.equal(before, linear(x, layer.weight, layer.bias))
         for _ in range(2):  # the second time, the graphs are those of the first
-            change(layer)
+            CHANGES[change](layer)
             expected = linear(x, layer.weight, layer.bias)
             assert torch.equal(layer(x), expected) and torch.equal(compiled(x), expected)
-            if change not in (_dense, _transposed, _require_grad, _set_activation_spec):
+            if change not in ("dense", "transposed", "require_grad", "activation_spec"):
                 assert not torch.equal(expected, before), "the change changed nothing"
             before = expected
-            if change in (_dense, _set_data_of_another_shape):
+            if change in ("dense", "data of another shape"):
                 return
 
 
-@pytest.mark.parametrize("to", [torch.float16, torch.float32], ids=str)
-def test_a_cast_module(config, to):
+@pytest.mark.parametrize(("to", "config"), in_turn([torch.float16, torch.float32]))
+def test_a_cast_module(to, config):
     layer, x = quantized_linear(config), torch.randn(3, K, dtype=torch.bfloat16)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -341,8 +328,8 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES)
-def test_a_write_before_the_product_in_one_graph(config, write):
+@pytest.mark.parametrize(("write", "config"), in_turn(WRITES))
+def test_a_write_before_the_product_in_one_graph(write, config):
     layer, x = quantized_linear(config), torch.randn(3, K, dtype=torch.bfloat16)
     new = codes(layer.weight, 2.0)
 
@@ -360,8 +347,8 @@ def test_a_write_before_the_product_in_one_graph(config, write):
         assert torch.equal(got, expected) and torch.equal(layer(x), expected)
 
 
-@pytest.mark.parametrize("write", [name for name in WRITES if name != "part"])
-def test_a_write_after_the_product_breaks_the_graph(config, write):
+@pytest.mark.parametrize(("write", "config"), in_turn([*WRITES][-2::-1]))  # but the part, which has a test below
+def test_a_write_after_the_product_breaks_the_graph(write, config):
     layer, x = quantized_linear(config), torch.randn(3, K, dtype=torch.bfloat16)
     old, twin, new = copy.deepcopy(layer), copy.deepcopy(layer), codes(layer.weight, 2.0)
 
@@ -383,50 +370,9 @@ def test_a_write_after_the_product_breaks_the_graph(config, write):
         assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
-def test_a_write_to_a_part_after_the_product_in_one_graph():
-    layer, x = quantized_linear(), torch.randn(3, K, dtype=torch.bfloat16)
-    new = codes(layer.weight).qdata
-
-    def function(layer, x):
-        before = layer(x)
-        layer.weight.qdata.copy_(new)
-        return before, layer(x)
-
-    with torch.no_grad():
-        expected = function(copy.deepcopy(layer), x)
-        got = torch.compile(function, backend="aot_eager", fullgraph=True)(layer, x)
-    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
-    assert not torch.equal(got[0], got[1])
-
-
-def test_writes_to_other_tensors_in_one_graph():
-    """A graph may read the parts of one weight, and write another weight or a tensor of its own."""
-    layer, other, x = quantized_linear(), quantized_linear(), torch.randn(3, K, dtype=torch.bfloat16)
-    old = copy.deepcopy(other)
-
-    def function(x):
-        y = layer(x)
-        own = quantize(x).mul_(2)
-        other.weight.mul_(2)
-        return y, own.dequantize(), other(x)
-
-    with torch.no_grad():
-        got = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
-        assert torch.equal(got[0], layer(x)) and torch.equal(got[1], quantize(x).mul_(2).dequantize())
-        assert torch.equal(other.weight, old.weight.mul_(2)) and torch.equal(got[2], other(x))
-
-
 def _parameter(layer, x, new):
     layer.weight = Parameter(new, requires_grad=False)
     return layer(x)
-
-
-def _functional_call(layer, x, new):
-    return torch.func.functional_call(layer, {"weight": new}, (x,))
-
-
-def _functional_call_of_a_new_weight(layer, x, new):
-    return torch.func.functional_call(layer, {"weight": quantize(new.dequantize() * 2)}, (x,))
 
 
 def _other_part(layer, x, new):
@@ -435,22 +381,44 @@ def _other_part(layer, x, new):
     return y, layer(x)
 
 
-def _dense_beside(layer, x, new):
-    return layer(x), layer.weight.dequantize(), layer.weight.t().dequantize()
+def _written_part(layer, x, new):
+    y = layer(x)
+    layer.weight.qdata.copy_(new.qdata)
+    return y, layer(x)
 
 
-@pytest.mark.parametrize(
-    "function", [_parameter, _functional_call, _functional_call_of_a_new_weight, _other_part, _dense_beside]
-)
-def test_a_graph_that_replaces_its_weight(function):
-    layer, x = quantized_linear(), torch.randn(3, K, dtype=torch.bfloat16)
+def _writes_to_other_tensors(layer, x, new):
+    y = layer(x)
+    own = quantize(x).mul_(2)
+    new.mul_(2)
+    return y, own.dequantize(), linear(x, new)
+
+
+REPLACES = {
+    "parameter": _parameter,
+    "functional_call": lambda layer, x, new: torch.func.functional_call(layer, {"weight": new}, (x,)),
+    "functional_call of a new weight": lambda layer, x, new: torch.func.functional_call(
+        layer, {"weight": quantize(new.dequantize() * 2)}, (x,)
+    ),
+    "another part": _other_part,
+    "a written part": _written_part,
+    "dense beside": lambda layer, x, new: (layer(x), layer.weight.dequantize(), layer.weight.t().dequantize()),
+    "other tensors": _writes_to_other_tensors,
+}
+
+
+@pytest.mark.parametrize("case", REPLACES)
+def test_a_graph_that_replaces_its_weight_or_writes_elsewhere(case):
+    layer, x, function = quantized_linear(), torch.randn(3, K, dtype=torch.bfloat16), REPLACES[case]
     twin, new = copy.deepcopy(layer), codes(layer.weight)
     with torch.no_grad():
-        expected = function(twin, x, new)
+        expected = function(twin, x, copy.deepcopy(new))
         # Dynamo breaks the graph at fields of a parameter that the graph creates.
-        got = torch.compile(function, backend="aot_eager", fullgraph=function is not _parameter)(layer, x, new)
+        got = torch.compile(function, backend="aot_eager", fullgraph=case != "parameter")(layer, x, new)
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a, b)
+        if case.endswith("part"):
+            assert not torch.equal(*got)
         assert torch.equal(layer(x), twin(x))
 
 
@@ -458,16 +426,24 @@ def test_a_graph_that_replaces_its_weight(function):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["default", pytest.param("reduce-overhead", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [
+        ("weight only", "default"),
+        pytest.param("weight only", "reduce-overhead", marks=pytest.mark.gpu),
+        pytest.param("w4a4", "reduce-overhead", marks=pytest.mark.gpu),
+    ],
+)
 def test_inductor_reads_the_weight_of_each_call(config, mode):
     device = "cuda" if mode == "reduce-overhead" else "cpu"
-    layer, x = quantized_linear(config, device), torch.randn(1, 1, K, device=device, dtype=torch.bfloat16)
+    layer = quantized_linear(CONFIGS[config](), device)
+    x = torch.randn(1, 1, K, device=device, dtype=torch.bfloat16)
     compiled = torch.compile(layer, fullgraph=True, mode=mode)
     with torch.no_grad():
-        for change in (_copy_codes, _set_parameter, _set_data, _set_parts, _load_assign, _swap, _write_rows):
+        for change in ("codes", "parameter", "data", "parts", "load_assign", "swap", "rows"):
             for _ in range(3):  # recorded, then replayed
                 torch.testing.assert_close(compiled(x), layer(x))
-            change(layer)
+            CHANGES[change](layer)
             torch.testing.assert_close(compiled(x), layer(x))
 
 
