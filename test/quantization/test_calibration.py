@@ -78,31 +78,6 @@ def test_two_steps_with_a_state_dict_between():
     assert torch.equal(m(batches()[0]), other(batches()[0]))
 
 
-def test_a_prepared_model_is_converted_or_undone():
-    m = model()
-    quantize_(m, NVFP4Config(step="prepare"))
-    m(batches()[0])
-    for config in (NVFP4Config(), NVFP4WeightOnlyConfig(), NVFP4Config(step="prepare")):
-        with pytest.raises(ValueError, match=r'is prepared.*step="convert".*stop_observing\(\)'):
-            quantize_(m, config)
-        assert isinstance(m[0], ObservedLinear) and m[0].activation_amax > 0
-    for linear in (m[0], m[2]):
-        linear.stop_observing()
-    quantize_(m, config)
-
-
-def test_convert_takes_the_transform_that_was_observed():
-    transform = {name: QuantizeSpec(hadamard_sign=True) for name in ("weight_spec", "activation_spec")}
-    for first, second, named in ((transform, {}, "0xd7e8.*None"), ({}, transform, "None.*0xd7e8")):
-        m = model()
-        quantize_(m, NVFP4Config(step="prepare", **first))
-        m(batches()[0])
-        with pytest.raises(ValueError, match=rf"prepared with hadamard_sign {named}.*convert with"):
-            quantize_(m, NVFP4Config(step="convert", **second))
-        quantize_(m, NVFP4Config(step="convert", **first))
-        assert isinstance(m[0].weight, NVFP4Tensor) and isinstance(m[2].weight, NVFP4Tensor)
-
-
 def test_a_static_scale_survives_saving_compiling_and_moving():
     m, x = calibrated(model(), batches()), batches(1)[0]
     file = io.BytesIO()
@@ -132,34 +107,6 @@ def test_forms_of_a_batch():
     assert m.linear.weight.activation_amax == 9
 
 
-def test_nothing_is_half_changed():
-    m = nn.ModuleDict({"used": nn.Linear(16, 16), "unused": nn.Linear(16, 16)})
-    m.forward = lambda x: m["used"](x)
-    with pytest.raises(RuntimeError, match=r"no batch reached unused.*filter_fn"):
-        calibrate(m, [torch.ones(2, 16)], progress=False)
-    assert all(type(layer) is nn.Linear and not dict(layer.named_buffers()) for layer in m.values())
-    calibrated(m, [torch.ones(2, 16)], filter_fn=lambda module, name: name == "used")
-    assert isinstance(m["used"].weight, NVFP4Tensor) and type(m["unused"]) is nn.Linear
-
-
-def test_batches_without_a_finite_number_are_named():
-    m = model()
-    before = copy.deepcopy(m.state_dict())
-    for value in (float("nan"), float("inf")):
-        batch = torch.full_like(batches(1)[0], value)
-        with pytest.raises(RuntimeError, match=r"all inputs of 0.* were NaN or infinite, and the model is unchanged"):
-            calibrate(m, [batch], progress=False)
-        assert all(torch.equal(m.state_dict()[name], own) for name, own in before.items())
-    quantize_(m, NVFP4Config(step="prepare"))
-    m(batch)
-    again = model()
-    quantize_(again, NVFP4Config(step="prepare"))
-    again.load_state_dict(m.state_dict())  # which does not tell NaN from no batch at all
-    for each, observed in ((m, "only NaN and infinities"), (again, "no finite input")):
-        with pytest.raises(RuntimeError, match=f"has observed {observed}, and nothing was converted"):
-            quantize_(each, NVFP4Config(step="convert"))
-
-
 def test_a_nan_beside_others_is_left_out_by_name():
     m, other, (first, *rest) = model(), model(), batches()
     other.load_state_dict(m.state_dict())
@@ -167,55 +114,6 @@ def test_a_nan_beside_others_is_left_out_by_name():
         calibrate(m, [torch.full_like(first, float("nan")), *rest], progress=False)
     calibrate(other, rest, progress=False)
     assert torch.equal(m[0].weight.activation_amax, other[0].weight.activation_amax)
-
-
-@pytest.mark.parametrize("dense", [False, True])
-def test_convert_changes_nothing_before_all_are_observed(dense):
-    m = nn.ModuleDict({"used": nn.Linear(16, 16), "unused": nn.Linear(16, 16), "last": nn.Linear(16, 16)})
-    quantize_(m, NVFP4Config(step="prepare"))
-    x = torch.ones(2, 16)
-    m["last"](m["used"](x))
-    with pytest.raises(RuntimeError, match=r"observed no finite input.*nothing was converted.*stop_observing\(\)"):
-        quantize_(m, NVFP4Config(step="convert"))
-    assert all(isinstance(layer, ObservedLinear) for layer in m.values())
-    if dense:
-        m["unused"].stop_observing()
-    else:
-        m["unused"](x)
-    quantize_(m, NVFP4Config(step="convert"))
-    assert isinstance(m["last"].weight, NVFP4Tensor) and isinstance(m["used"].weight, NVFP4Tensor)
-    assert isinstance(m["unused"].weight, NVFP4Tensor) != dense
-    assert not dict(m.named_buffers())
-
-
-def interrupted_batches():
-    yield batches(1)[0]
-    raise KeyboardInterrupt
-
-
-def batches_of_another_width():
-    return [batches(1)[0], torch.ones(2, 40).bfloat16()]
-
-
-@pytest.mark.parametrize(
-    ("make_batches", "filter_fn", "error"),
-    [
-        (interrupted_batches, None, KeyboardInterrupt),
-        (batches_of_another_width, None, RuntimeError),
-        (batches, lambda module, name: name in ("0", "1"), TypeError),  # a ReLU, behind a linear
-    ],
-)
-def test_a_model_is_as_it_was_after_any_failure(make_batches, filter_fn, error):
-    m = model()
-    before, x = {name: id(value) for name, value in m.state_dict(keep_vars=True).items()}, batches(1)[0]
-    y, printed = m(x), repr(m)
-    with pytest.raises(error):
-        calibrated(m, make_batches(), filter_fn=filter_fn or every)
-    assert {name: id(value) for name, value in m.state_dict(keep_vars=True).items()} == before
-    assert all(type(m[i]) is nn.Linear and not hasattr(m[i], "hadamard_sign") for i in (0, 2))
-    assert repr(m) == printed and torch.equal(m(x), y)
-    calibrated(m, batches())
-    assert all(m[i].weight.activation_amax > 0 for i in (0, 2))
 
 
 def test_no_more_than_one_dense_weight_is_kept(monkeypatch):

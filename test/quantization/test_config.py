@@ -207,20 +207,6 @@ def test_filter_and_repr():
     assert repr(m[0]).endswith("bias=True, weight=dense torch.bfloat16)")
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (nn.Conv2d(3, 8, 3), r"Conv2d\(3, 8.*filter_fn"),
-        (nn.Linear(72, 40).double(), r"Linear\(in_features=72.*float64.*cast"),
-        (torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "remove_parametrizations"),
-    ],
-    ids=["convolution", "float64", "parametrized"],
-)
-def test_what_is_refused_names_the_module(module, message):
-    with pytest.raises(TypeError, match=message):
-        quantize_(nn.Sequential(module), NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name == "0")
-
-
 @pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(round_mode="stochastic"), NVFP4Config()])
 def test_state_dict_round_trip(device, config):
     m, other = model(device=device), model(device=device)

@@ -1,12 +1,11 @@
 """Calibration and GPTQ of experts: each sees all tokens, and the model's outputs flow on as routed."""
 
 import copy
-import dataclasses
 import io
 
 import pytest
 import torch
-from quantization.test_experts import linears, mixture, small_llama4
+from quantization.test_experts import KINDS, linears, mixture
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -36,19 +35,23 @@ from nvfp4_tensor.quantization.observed_experts import observed, observed_weight
 transformers = pytest.importorskip("transformers")
 
 IDS = torch.arange(1, 33)[None]
-KINDS = ["Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3"]
-
-
-def of_kind(kind):
-    return small_llama4() if kind == "Llama4" else mixture(kind)
 
 
 def chosen(module, name):
     return linears(module, name) and not name.endswith(("gate", "router"))
 
 
+def only_experts(module, name):
+    return is_experts(module)
+
+
 def experts_of(model):
     return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def calibrated(model, config=None):
+    config = NVFP4Config(experts=True) if config is None else config
+    return calibrate(model, [IDS], config, filter_fn=chosen, progress=False)
 
 
 def inputs_in(model, batches):
@@ -73,8 +76,10 @@ def inputs_in(model, batches):
     return rows
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [("Mixtral", "eager"), ("Qwen3Moe", "grouped_mm"), ("GptOss", "batched_mm"), ("DeepseekV3", "grouped_mm")],
+)
 def test_inputs_are_those_of_the_products(kind, implementation):
     """The module's output is made again from the inputs that each expert is said to have."""
     model = mixture(kind)
@@ -99,29 +104,33 @@ def test_inputs_are_those_of_the_products(kind, implementation):
     assert (again - y).norm() < 0.01 * y.norm()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "Llama4"])
-@pytest.mark.parametrize("make", [NVFP4Config, NVFP4WeightOnlyConfig])
-def test_calibrate(kind, make):
-    model = of_kind(kind)
-    dense, batches = copy.deepcopy(model), [IDS, IDS.flip(1)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_calibrate_and_gptq_have_the_statistics_of_all_tokens(kind):
+    dense, batches = mixture(kind), [IDS, IDS.flip(1)]
     seen = inputs_in(dense, batches)
-    search = {"scale_search": "mse", "weighted": True}
-    calibrate(model, batches, make(**search, experts=True), filter_fn=chosen, progress=False)
-    for name, module in experts_of(model).items():
-        for attribute in expert_weights(module):
-            w, own = getattr(module, attribute), experts_of(dense)[name]
-            seen_by = [seen[name, attribute, expert] for expert in range(4)]
-            if make is NVFP4Config:
-                assert w.activation_amax == max(x.abs().max() for every in seen_by for x, _ in every)
-            else:
-                assert w.activation_spec is w.activation_amax is None
-            for expert, every in enumerate(seen_by):
+    make = NVFP4Config if kind in ("Mixtral", "Llama4") else NVFP4WeightOnlyConfig
+    config = make(scale_search="mse", weighted=True, experts=True)
+    model, fitted = copy.deepcopy(dense), copy.deepcopy(dense)
+    calibrate(model, batches, config, filter_fn=chosen, progress=False)
+    gptq(fitted, batches, filter_fn=only_experts, layers=[], progress=False)  # all inputs are those of the dense model
+    for name, own in experts_of(dense).items():
+        for attribute in expert_weights(own):
+            w, f = (getattr(m.get_submodule(name), attribute) for m in (model, fitted))
+            assert w.transposed == f.transposed == is_transposed(own)
+            inputs = [seen[name, attribute, expert] for expert in range(4)]
+            amax = max(x.abs().max() for every in inputs for x, _ in every) if make is NVFP4Config else None
+            assert w.activation_amax == amax and (w.activation_spec is None) == (amax is None)
+            for expert, every in enumerate(inputs):
                 matrix = matrix_of(own, getattr(own, attribute).detach(), expert)
-                squares = sum(count @ x.square() for x, count in every)
-                expected = quantize_weighted(matrix, w.spec, squares).dequantize()
-                same = matrix_of(module, w.dequantize(), expert) == expected
+                expected = quantize_weighted(matrix, w.spec, sum(count @ x.square() for x, count in every))
+                same = matrix_of(own, w.dequantize(), expert) == expected.dequantize()
                 assert same.float().mean() > 0.999  # sums of squares may differ in their last bits
-    assert not observed(model)
+                hessian = sum((x * count[:, None]).mT @ x for x, count in every)
+                factor = Factor.of(hessian, 0.01, act_order=True)
+                expected = round_weight(matrix.float(), factor, f.spec, torch.ops.nvfp4.amax(matrix.float()))
+                same = matrix_of(own, f.dequantize(torch.float32), expert) == expected.dequantize(torch.float32)
+                assert same.float().mean() > 0.999, (name, attribute, expert)  # sums of products may differ
+    assert not observed(model) and routed_tokens(model) == routed_tokens(fitted)
     # every token chose two experts (Llama 4: one)
     for counts in routed_tokens(model).values():
         assert len(counts) == 4 and sum(counts) == 64 * (1 if kind == "Llama4" else 2)
@@ -131,72 +140,45 @@ def test_outputs_flow_on_as_routed():
     """Linears observe the same inputs whether experts are observed beside them or not."""
     amaxes = []
     for experts in (True, False):
-        model = mixture("Mixtral")
-        calibrate(model, [IDS], NVFP4Config(experts=experts), filter_fn=chosen, progress=False)
+        model = calibrated(mixture("Mixtral"), NVFP4Config(experts=experts))
         amaxes.append([m.weight.activation_amax for name, m in model.named_modules() if chosen(m, name)])
     assert len(amaxes[0]) == 8 and torch.equal(torch.stack(amaxes[0]), torch.stack(amaxes[1]))
 
 
 def test_the_static_amax_is_used():
-    model = mixture("Mixtral")
-    calibrate(model, [IDS], NVFP4Config(experts=True), filter_fn=chosen, progress=False)
-    w = next(iter(experts_of(model).values())).gate_up_proj
+    w = next(iter(experts_of(calibrated(mixture("Mixtral"))).values())).gate_up_proj
     x, offs = torch.randn(8, 64).bfloat16() / 16, torch.tensor([2, 4, 6, 8], dtype=torch.int32)
-    y = torch._grouped_mm(x, w.mT, offs=offs)
     plain = w._replace(activation_spec=None, activation_amax=None)
-    expected = torch._grouped_mm(quantize(x, amax=w.activation_amax).dequantize(), plain.mT, offs=offs)
-    assert (y - expected).float().norm() < 0.01 * y.float().norm()
-    assert (
-        y - torch._grouped_mm(quantize(x).dequantize(), plain.mT, offs=offs)
-    ).float().norm() > 0.05 * y.float().norm()
-
-
-def test_an_expert_that_nobody_chose_is_calibrated():
-    model = mixture("Qwen3Moe")
-    counts = []
-    for each in (model, copy.deepcopy(model)):
-        (calibrate if not counts else gptq)(
-            each,
-            [IDS[:, :3]],
-            NVFP4Config(experts=True) if not counts else None,
-            filter_fn=chosen if not counts else lambda m, n: chosen(m, n) or is_experts(m),
-            progress=False,
+    y, static, dynamic = (
+        torch._grouped_mm(rows, each.mT, offs=offs).float()
+        for rows, each in (
+            (x, w), (quantize(x, amax=w.activation_amax).dequantize(), plain), (quantize(x).dequantize(), plain)
         )
-        counts.append(routed_tokens(each))
-    assert counts[0] == counts[1] and any(0 in each for each in counts[0].values())
-    assert all(sum(each) == 6 for each in counts[0].values())
+    )  # fmt: skip
+    assert (y - static).norm() < 0.01 * y.norm() and (y - dynamic).norm() > 0.05 * y.norm()
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "Llama4"])
-def test_gptq_has_the_statistics_of_all_tokens(kind):
-    model = of_kind(kind)
-    dense, batches = copy.deepcopy(model), [IDS, IDS.flip(1)]
-    seen = inputs_in(dense, batches)
-    only = lambda module, name: is_experts(module)  # noqa: E731
-    gptq(model, batches, filter_fn=only, layers=[], progress=False)  # all inputs are those of the dense model
-    for name, module in experts_of(model).items():
-        own = experts_of(dense)[name]
-        for attribute in expert_weights(module):
-            w = getattr(module, attribute)
-            assert isinstance(w, NVFP4Tensor) and w.transposed == is_transposed(module)
-            for expert in range(4):
-                hessian = sum((x * count[:, None]).mT @ x for x, count in seen[name, attribute, expert])
-                matrix = matrix_of(own, getattr(own, attribute).detach(), expert)
-                factor = Factor.of(hessian, 0.01, act_order=True)
-                amax = torch.ops.nvfp4.amax(matrix.float())
-                expected = round_weight(matrix.float(), factor, w.spec, amax).dequantize(torch.float32)
-                same = matrix_of(module, w.dequantize(torch.float32), expert) == expected
-                assert same.float().mean() > 0.999, (name, attribute, expert)  # sums of products may differ
+def test_an_expert_that_nobody_chose_is_calibrated_and_told_of(capsys):
+    models = [mixture("Qwen3Moe") for _ in range(2)]
+    calibrate(models[0], [IDS[:, :3]], NVFP4Config(experts=True), filter_fn=chosen)
+    gptq(models[1], [IDS[:, :3]], filter_fn=only_experts)
+    counts = [routed_tokens(model) for model in models]
+    assert counts[0] == counts[1] and all(sum(each) == 6 for each in counts[0].values())
+    unused = [f"{name}.{e}" for name, each in counts[0].items() for e, count in enumerate(each) if not count]
+    most = max(max(each) for each in counts[0].values())
+    told = f"8 experts saw all tokens; the router sent 0 to {most} to each, none to {len(unused)} of them ({unused[0]}"
+    assert unused and capsys.readouterr().err.count(told) == 2
 
 
 def test_gptq_resumes_with_experts(tmp_path):
     models = [mixture("GptOss") for _ in range(2)]
     for model in models:
-        gptq(model, [IDS], filter_fn=lambda m, n: is_experts(m), folder=tmp_path, progress=False)
-    first, second = (dict(model.named_parameters()) for model in models)
-    for name, p in first.items():
-        assert torch.equal(p.dequantize(), second[name].dequantize()) if isinstance(p, NVFP4Tensor) else True
-    assert sum(isinstance(p, NVFP4Tensor) and p.transposed for p in second.values()) == 4
+        gptq(model, [IDS], filter_fn=only_experts, folder=tmp_path, progress=False)
+    first, second = (
+        {name: p for name, p in model.named_parameters() if isinstance(p, NVFP4Tensor)} for model in models
+    )
+    assert len(second) == 4 and all(p.transposed for p in second.values())
+    assert all(torch.equal(p.dequantize(), second[name].dequantize()) for name, p in first.items())
 
 
 @pytest.mark.parametrize("copied", ["deepcopy", "torch.save", "state_dict"])
@@ -224,34 +206,6 @@ def test_two_steps(copied):
     assert routed_tokens(model) == routed_tokens(expected) and not observed(model)
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_convert_changes_nothing_before_all_are_observed(prepared):
-    model = mixture("Mixtral")
-    quantize_(model, NVFP4Config(step="prepare", experts=prepared), filter_fn=chosen)
-    for name, linear in model.named_modules():
-        if chosen(linear, name):
-            linear(torch.ones(1, linear.in_features).bfloat16())
-    error, match = (RuntimeError, "no finite input") if prepared else (ValueError, "not prepared.*experts=True")
-    convert = NVFP4Config(step="convert", experts=True)
-    for _ in range(2):  # also if it is asked again
-        with pytest.raises(error, match=rf"layers.0.mlp.experts.gate_up_proj .*{match}"):
-            quantize_(model, convert)
-    assert not any(isinstance(parameter, NVFP4Tensor) for parameter in model.parameters())
-    assert len(observed(model)) == (2 if prepared else 0)
-
-
-def test_squares_that_overflow_are_refused_before_any_change():
-    model = mixture("Mixtral").float()
-    config = NVFP4WeightOnlyConfig(scale_search="mse", weighted=True, experts=True)
-    quantize_(model, dataclasses.replace(config, step="prepare"), filter_fn=chosen)
-    model(IDS)
-    observed_weights(model)["model.layers.1.mlp.experts.down_proj"].activation_squares[1, 2] = float("inf")
-    for convert in (quantize_, quantize_model):
-        with pytest.raises(RuntimeError, match=r"layers.1.mlp.experts.down_proj are not finite, and nothing"):
-            convert(model, dataclasses.replace(config, step="convert"))
-        assert not any(isinstance(parameter, NVFP4Tensor) for parameter in model.parameters())
-
-
 def test_convert_without_experts_leaves_no_observer():
     model = mixture("Mixtral")
     quantize_(model, NVFP4Config(step="prepare", experts=True), filter_fn=chosen)
@@ -260,15 +214,14 @@ def test_convert_without_experts_leaves_no_observer():
     assert not observed(model) and all(not m._forward_pre_hooks for m in experts_of(model).values())
 
 
-@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe", "GptOss"])
-def test_saved_and_loaded(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "entries"), [("Qwen3Moe", 24), ("GptOss", 4)])
+def test_saved_and_loaded(kind, entries, tmp_path):
     pytest.importorskip("nvfp4_tensor.integrations.transformers")
-    model = mixture(kind)
-    calibrate(model, [IDS], NVFP4Config(experts=True), filter_fn=chosen, progress=False)
+    model = calibrated(mixture(kind))
     checkpoints.save(model, tmp_path / "q", mismatched_scales="keep", progress=False)
     with checkpoints.read(tmp_path / "q") as read:
         own = [entry for name, entry in read.entries.items() if "experts" in name and entry.quantized]
-        assert len(own) == (4 if kind == "GptOss" else 24) and all(entry.has_input_scale for entry in own)
+        assert len(own) == entries and all(entry.has_input_scale for entry in own)
     again = type(model).from_pretrained(tmp_path / "q").eval()
     for name, module in experts_of(model).items():
         for attribute in expert_weights(module):
@@ -278,16 +231,12 @@ def test_saved_and_loaded(kind, tmp_path):
 
 
 def test_autocast_rounds_no_statistics():
-    found = []
+    found, x = [], torch.randn(32, 64).bfloat16()
     for enabled in (False, True):
         model = mixture("Mixtral")
         quantize_(model, NVFP4Config(step="prepare", experts=True), filter_fn=chosen)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            model.model.layers[0].mlp.experts(
-                torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16(),
-                torch.arange(64).view(32, 2) % 4,
-                torch.ones(32, 2).bfloat16(),
-            )
+            model.model.layers[0].mlp.experts(x, torch.arange(64).view(32, 2) % 4, torch.ones(32, 2).bfloat16())
         found.append(observed_weights(model)["model.layers.0.mlp.experts.gate_up_proj"].activation_squares)
     assert torch.equal(*found)
 
@@ -311,12 +260,7 @@ def test_nan_is_named():
     model = mixture("Mixtral")
     list(experts_of(model).values())[-1].gate_up_proj.data[2] = float("nan")
     with pytest.warns(UserWarning, match=r"some inputs of model.layers.1.mlp.experts.down_proj.* were NaN"):
-        calibrate(model, [IDS], NVFP4Config(experts=True), filter_fn=chosen, progress=False)
-
-
-def test_progress_tells_who_saw_what(capsys):
-    calibrate(mixture("Qwen3Moe"), [IDS], NVFP4Config(experts=True), filter_fn=chosen)
-    assert "8 experts saw all tokens; the router sent" in capsys.readouterr().err
+        calibrated(model)
 
 
 def test_a_convolution_has_no_experts():

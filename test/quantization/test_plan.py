@@ -10,22 +10,11 @@ import torch
 from torch import nn
 from torchao.quantization import FqnToConfig, quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate
-from nvfp4_tensor.quantization import NVFP4Linear, ObservedLinear
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, calibrate
+from nvfp4_tensor.quantization import NVFP4Linear
 from nvfp4_tensor.quantization.plan import _plans
 
 CONFIGS = [NVFP4WeightOnlyConfig(), NVFP4Config(), NVFP4Config(step="prepare")]
-
-
-class Own(nn.Linear):
-    """A linear class of another library."""
-
-
-class Doubled(nn.Linear):
-    """A linear whose forward calls super()."""
-
-    def forward(self, x):
-        return super().forward(x) * 2
 
 
 class Tied(nn.Module):
@@ -43,44 +32,6 @@ class Tied(nn.Module):
 
     def forward(self, ids):
         return self.head(self.second(torch.relu(self.first(self.embedding(ids)))))
-
-
-def state_of(model: nn.Module) -> list:
-    return [(type(module), *map(id, module._parameters.values())) for module in model.modules()]
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=["weights", "w4a4", "prepare"])
-@pytest.mark.parametrize("last", ["float64", "parametrized", "quantized"])
-def test_a_later_linear_that_does_not_fit_leaves_all_as_they_were(config, last):
-    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(nn.Linear(32, 32)), nn.Linear(32, 32))
-    if last == "float64":
-        model[2].double()
-    elif last == "parametrized":
-        torch.nn.utils.parametrizations.weight_norm(model[2])
-    else:
-        quantize_(model[2], NVFP4WeightOnlyConfig())
-    before = state_of(model)
-    with pytest.raises((TypeError, ValueError), match={"quantized": "NVFP4 already"}.get(last, last)):
-        quantize_(model, config)
-    assert state_of(model) == before and not _plans.get(model)
-    quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != "2")
-    assert type(model[0]) is type(model[1][0]) is not nn.Linear
-
-
-def test_prepare_checks_kinds_and_convert_transforms_first():
-    model = nn.Sequential(nn.Linear(32, 32), Doubled(32, 32))
-    before = state_of(model)
-    with pytest.raises(TypeError, match=r"only a plain nn.Linear can be observed"):
-        quantize_(model, NVFP4Config(step="prepare"))
-    assert state_of(model) == before
-    sign = QuantizeSpec(hadamard_sign=True)
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    quantize_(model[0], NVFP4Config(step="prepare"))
-    quantize_(model[1], NVFP4Config(step="prepare", weight_spec=sign, activation_spec=sign))
-    model(torch.randn(2, 32))
-    with pytest.raises(ValueError, match="was prepared with hadamard_sign"):
-        quantize_(model, NVFP4Config(step="convert"))
-    assert all(isinstance(module, ObservedLinear) for module in model)
 
 
 @pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(round_mode="stochastic"), NVFP4Config()])
