@@ -1,10 +1,12 @@
 """A model that trained is quantized, calibrated, fitted and saved as if it had been made dense first."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
 import torch
+from helpers.model_states import state_of
 from torch import nn
 from torchao.quantization import quantize_
 from torchao.quantization.qat import QATConfig
@@ -24,37 +26,35 @@ from nvfp4_tensor.training import (
 X = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
-def trained(prepare=None, steps=2):
-    """A model that took some steps of training, with a recipe by default."""
+def trained(prepare=None, **forward):
+    """A model that took two steps of training, with a recipe by default."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 48, bias=False)).bfloat16()
     quantize_(model, prepare or NVFP4TrainingConfig("nvidia"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
+    for _ in range(2):
         model(X).square().mean().backward()
         optimizer.step()
+    if forward:
+        set_recipe(model, **forward)
     return model.eval()
 
 
-def state_of(model):
-    """What makes up a model: classes, attributes, codes and dense tensors."""
-    state = {}
-    for name, module in model.named_modules():
-        state[name] = type(module), sorted(module.__dict__), len(module._forward_pre_hooks)
-    for name, t in model.state_dict().items():
-        is_nvfp4 = isinstance(t, NVFP4Tensor)
-        state[name] = [t.qdata, t.scale, t.per_tensor_scale, t.describe()] if is_nvfp4 else [t]
-    return state
-
-
-def assert_same(a, b, x=X):
-    first, second = state_of(a), state_of(b)
+def assert_same(a, b):
+    """Two models have the same modules, codes, dense tensors and outputs."""
+    modules = [[(type(m), sorted(m.__dict__), len(m._forward_pre_hooks)) for m in model.modules()] for model in (a, b)]
+    assert modules[0] == modules[1]
+    first, second = a.state_dict(), b.state_dict()
     assert first.keys() == second.keys()
     for name, own in first.items():
-        for left, right in zip(own, second[name], strict=True):
-            assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right, name
+        other, parts = (
+            second[name],
+            ("qdata", "scale", "per_tensor_scale") if isinstance(own, NVFP4Tensor) else ("data",),
+        )
+        assert all(torch.equal(getattr(own, part), getattr(other, part)) for part in parts), name
+        assert not isinstance(own, NVFP4Tensor) or own.describe() == other.describe()
     with torch.no_grad():
-        assert torch.equal(a(x), b(x))
+        assert torch.equal(a(X), b(X))
 
 
 def in_two_steps(model, **arguments):
@@ -85,11 +85,11 @@ TRAINED = {
     "recipe": trained,
     "other recipe": lambda: trained(NVFP4TrainingConfig("accurate_eden", hadamard_sign="per layer")),
     "qat": lambda: trained(QATConfig(NVFP4Config(four_over_six=True), step="prepare")),
+    "dense forward": lambda: trained(NVFP4TrainingConfig("nvidia"), forward="bf16"),  # with which fine-tuning ends
 }
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("route", "kind"), [*zip(ROUTES, itertools.cycle(TRAINED))])
 def test_as_if_dense_first(kind, route):
     model = TRAINED[kind]()
     assert isinstance(model[0], NVFP4TrainingLinear)
@@ -98,36 +98,24 @@ def test_as_if_dense_first(kind, route):
         warnings.simplefilter("error")
         ROUTES[route](model)
     ROUTES[route](dense)
-    assert isinstance(model[2].weight, NVFP4Tensor) and not any(p.requires_grad for p in (model[2].weight,))
-    assert_same(model, dense)
-
-
-def test_a_dense_forward_is_left_too():
-    """Fine-tuning ends with dense forwards (set_recipe), which is no other model afterwards."""
-    model = trained()
-    set_recipe(model, forward="bf16")
-    dense = to_dense(copy.deepcopy(model))
-    for each in (model, dense):
-        quantize_(each, NVFP4Config())
+    assert isinstance(model[2].weight, NVFP4Tensor) and not model[2].weight.requires_grad
     assert_same(model, dense)
 
 
 def test_sensitivity_measures_the_dense_model():
     model = trained()
-    before = repr(model), copy.deepcopy(model[0].__dict__)
+    before = repr(model), state_of(model)
     found = sensitivity(model, [X], progress=False)
     assert found == sensitivity(to_dense(copy.deepcopy(model)), [X], progress=False)
-    assert repr(model) == before[0] and model[0].__dict__.keys() == before[1].keys()
+    assert (repr(model), state_of(model)) == before
 
 
 def test_files_are_those_of_the_dense_model(tmp_path):
     model = trained()
     checkpoints.save(model, tmp_path / "trained", progress=False)
     checkpoints.save(to_dense(model), tmp_path / "dense", progress=False)
-    files = sorted(path.name for path in (tmp_path / "dense").iterdir())
-    assert files and files == sorted(path.name for path in (tmp_path / "trained").iterdir())
-    for name in files:
-        assert (tmp_path / "trained" / name).read_bytes() == (tmp_path / "dense" / name).read_bytes()
+    files = [{path.name: path.read_bytes() for path in (tmp_path / each).iterdir()} for each in ("trained", "dense")]
+    assert files[0] and files[0] == files[1]
 
 
 def test_tied_linears_that_trained_stay_tied():
@@ -167,22 +155,20 @@ def held():
 @pytest.mark.parametrize("route", ["weight-only", "fp8", "w4a4", "row scales", "two steps", "calibrate", "headroom"])
 def test_codes_that_trained_are_kept(route):
     model = held()
-    codes = [(w.qdata.clone(), w.scale.clone(), w.per_tensor_scale.clone()) for w in (model[0].weight, model[2].weight)]
-    expected = copy.deepcopy(model)
+    expected, y = copy.deepcopy(model), model(X)
     ROUTES[route](model)
     dense = nn.Sequential(nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 48)).bfloat16()
     ROUTES[route](dense)  # which has the config's fields, and other codes
-    for i, own in zip((0, 2), codes, strict=True):
-        w = model[i].weight
-        assert not w.requires_grad and all(map(torch.equal, (w.qdata, w.scale, w.per_tensor_scale), own))
-        assert (w.activation_spec, w.product_backend) == (
-            dense[i].weight.activation_spec, dense[i].weight.product_backend,
-        )  # fmt: skip
-        assert (w.activation_amax is None) == (dense[i].weight.activation_amax is None)
+    for i in (0, 2):
+        w, own, other = (m[i].weight for m in (model, expected, dense))
+        assert not w.requires_grad
+        assert all(torch.equal(getattr(w, part), getattr(own, part)) for part in ("qdata", "scale", "per_tensor_scale"))
+        assert (w.activation_spec, w.product_backend) == (other.activation_spec, other.product_backend)
+        assert (w.activation_amax is None) == (other.activation_amax is None)
     if route == "calibrate":
         assert model[0].weight.activation_amax == X.abs().amax()
     if route == "weight-only":
-        assert torch.equal(model(X), expected(X))
+        assert torch.equal(model(X), y)
 
 
 def test_settings_that_trained_codes_ignore_are_named():
@@ -217,24 +203,21 @@ def _base(module, name):
     return name.endswith("base_layer")
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda m: quantize_(m, NVFP4WeightOnlyConfig(), filter_fn=_base),
-        lambda m: calibrate(m, [X], filter_fn=_base, progress=False),
-        lambda m: gptq(m, [X], filter_fn=_base, progress=False),
-    ],
-)
-def test_adapters_on_linears_that_trained(run):
+ADAPTED = {
+    "quantize_": lambda m: quantize_(m, NVFP4WeightOnlyConfig(), filter_fn=_base),
+    "calibrate": lambda m: calibrate(m, [X], filter_fn=_base, progress=False),
+    "gptq": lambda m: gptq(m, [X], filter_fn=_base, progress=False),
+}
+
+
+@pytest.mark.parametrize("route", ADAPTED)
+def test_adapters_on_linears_that_trained(route):
     peft = pytest.importorskip("peft")
     models = []
     for model in (trained(), to_dense(trained())):
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
         torch.manual_seed(1)
-        for name, parameter in model.named_parameters():
-            if "lora" in name:
-                nn.init.normal_(parameter, std=0.1)
-        run(model)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
+        ADAPTED[route](model)
         models.append(model)
     assert_same(*models)
     assert isinstance(models[0].base_model.model[0].base_layer.weight, NVFP4Tensor)
@@ -282,22 +265,19 @@ EXPERT_ROUTES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
-@pytest.mark.parametrize("route", EXPERT_ROUTES)
+@pytest.mark.parametrize(("route", "kind"), [*zip(EXPERT_ROUTES, ["Mixtral", "GptOss"] * 2, strict=True)])
 def test_experts_that_trained(kind, route):
     model = trained_mixture(kind)
     dense = to_dense(copy.deepcopy(model))
-    assert dense.config._experts_implementation == "grouped_mm"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         EXPERT_ROUTES[route](model)
     EXPERT_ROUTES[route](dense)
-    assert not list(dense_experts(model)) and model.config._experts_implementation == "grouped_mm"
-    assert all(
-        torch.equal(*(m.get_parameter(name).dequantize() for m in (model, dense)))
-        for name, p in model.named_parameters()
-        if isinstance(p, NVFP4Tensor)
-    )
+    assert not list(dense_experts(model))
+    assert model.config._experts_implementation == dense.config._experts_implementation == "grouped_mm"
+    for name, p in model.named_parameters():
+        if isinstance(p, NVFP4Tensor):
+            assert torch.equal(p.dequantize(), dense.get_parameter(name).dequantize()), name
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, dense(IDS).logits)
 
