@@ -41,34 +41,32 @@ def test_nearest_is_that_of_the_codes():
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("columns", [64, 256, 40])
-def test_without_correlation_it_is_the_spec(spec, columns):
+def test_without_correlation_it_is_the_spec(spec):
     torch.manual_seed(0)
-    w = torch.randn(33, columns)
-    w[3, :16] = 0
-    width = -(-columns // BLOCK) * BLOCK
-    factor = Factor.of(torch.eye(width), 0.01, act_order=True)
-    own, plain = round_weight(w, factor, spec, w.abs().amax()), quantize(w, spec)
-    assert torch.equal(own.per_tensor_scale, plain.per_tensor_scale)
-    same = (own.unswizzled_scale().view(torch.uint8) == plain.unswizzled_scale().view(torch.uint8)).float().mean()
-    assert same > 0.995  # two candidates of all but equal error may be told apart by the order of a sum
-    decoded, expected = own.dequantize(), plain.dequantize()
-    assert (decoded == expected).float().mean() > 0.99
-    assert (decoded - w).square().sum() == pytest.approx((expected - w).square().sum().item(), rel=1e-5)
+    for columns in (256, 40):
+        w = torch.randn(33, columns)
+        w[3, :16] = 0
+        factor = Factor.of(torch.eye(-(-columns // BLOCK) * BLOCK), 0.01, act_order=True)
+        own, plain = round_weight(w, factor, spec, w.abs().amax()), quantize(w, spec)
+        assert torch.equal(own.per_tensor_scale, plain.per_tensor_scale)
+        same = (own.unswizzled_scale().view(torch.uint8) == plain.unswizzled_scale().view(torch.uint8)).float().mean()
+        assert same > 0.995  # two candidates of all but equal error may be told apart by the order of a sum
+        decoded, expected = own.dequantize(), plain.dequantize()
+        assert (decoded == expected).float().mean() > 0.99
+        assert (decoded - w).square().sum() == pytest.approx((expected - w).square().sum().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("act_order", [False, True])
-def test_correlation_is_made_use_of(spec, act_order):
+def test_correlation_is_made_use_of(spec):
     torch.manual_seed(0)
-    w, x = torch.randn(32, 320), correlated(2000, 320)
+    w, x = torch.randn(32, 160), correlated(1000, 160)
     hessian = x.T @ x
-    factor = Factor.of(hessian, 0.01, act_order=act_order)
-    own = round_weight(w, factor, spec, w.abs().amax()).dequantize()
-    assert loss(w, own, hessian) < 0.55 * loss(w, quantize(w, spec).dequantize(), hessian)
+    for act_order in (False, True):
+        own = round_weight(w, Factor.of(hessian, 0.01, act_order=act_order), spec, w.abs().amax()).dequantize()
+        assert loss(w, own, hessian) < 0.55 * loss(w, quantize(w, spec).dequantize(), hessian)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", [SPECS[3], SPECS[-1]], ids=str)
 def test_row_scales_are_those_of_each_row_alone(spec):
     torch.manual_seed(0)
     w, x = torch.randn(6, 80) * torch.logspace(-6, 6, 6).unsqueeze(1), correlated(400, 80)
