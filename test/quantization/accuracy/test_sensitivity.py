@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.accuracy.sensitivity import Part, Sensitivity, sensitivity
 
 
@@ -72,45 +72,32 @@ def parts(*losses_and_elements):
     )
 
 
-@pytest.mark.parametrize(
-    ("bits", "expected"),
-    [
-        (4.0, []),
-        (7.0, ["p1"]),  # a quarter of the elements
-        (9.9, ["p1"]),
-        (10.0, ["p1", "p0"]),
-        (16.0, ["p1", "p0", "p2"]),
-    ],
-)
-def test_a_budget_goes_to_the_most_loss_a_bit(bits, expected):
-    assert parts((2.0, 100), (3.0, 100), (2.5, 200)).dense_within(bits) == expected
-
-
-def test_what_does_not_fit_makes_room_for_what_does():
+def test_a_budget_goes_to_the_most_loss_a_bit():
+    found = parts((2.0, 100), (3.0, 100), (2.5, 200))
+    dense = {4.0: [], 6.999: [], 7.0: ["p1"], 9.9: ["p1"], 10.0: ["p1", "p0"], 16.0: ["p1", "p0", "p2"]}
+    assert {bits: found.dense_within(bits) for bits in dense} == dense
+    # what does not fit makes room for what does
     assert parts((9.0, 300), (0.1, 100)).dense_within(7.0) == ["p1"]
-
-
-@pytest.mark.parametrize("seed", range(200))
-def test_any_budget_is_kept(seed):
-    draw = random.Random(seed)
-    found = Sensitivity(
-        tuple(
-            Part(f"p{i}", (f"p{i}",), draw.choice([0.0, draw.random()]), draw.choice([1, 7, draw.randint(1, 10**6)]),
-                 draw.choice([16.0, 32.0]), draw.choice([4.5, 4.53, 5.0]))
-            for i in range(draw.randint(1, 8))
-        )
-    )  # fmt: skip
-    elements = sum(part.elements for part in found.parts)
-    least = sum(part.bits * part.elements for part in found.parts) / elements
-    for more in (0.0, 0.001, draw.random(), 12 * draw.random()):
-        dense = set(found.dense_within(least + more))
-        used = sum((part.dense_bits if part.name in dense else part.bits) * part.elements for part in found.parts)
-        assert used / elements <= (least + more) * (1 + 1e-9)
-
-
-def test_a_budget_below_nvfp4():
     with pytest.raises(ValueError, match=r"3 bits is below the 4\.000"):
-        parts((1.0, 100)).dense_within(3)
+        found.dense_within(3)
+
+
+def test_any_budget_is_kept():
+    draw = random.Random(0)
+    for _ in range(200):
+        found = Sensitivity(
+            tuple(
+                Part(f"p{i}", (f"p{i}",), draw.choice([0.0, draw.random()]), draw.choice([1, draw.randint(1, 10**6)]),
+                     draw.choice([16.0, 32.0]), draw.choice([4.5, 4.53, 5.0]))
+                for i in range(draw.randint(1, 8))
+            )
+        )  # fmt: skip
+        elements = sum(part.elements for part in found.parts)
+        least = sum(part.bits * part.elements for part in found.parts) / elements
+        for more in (0.0, 0.001, draw.random(), 12 * draw.random()):
+            dense = set(found.dense_within(least + more))
+            used = sum((part.dense_bits if part.name in dense else part.bits) * part.elements for part in found.parts)
+            assert used / elements <= (least + more) * (1 + 1e-9)
 
 
 def test_the_filter_leaves_them_dense():
@@ -145,18 +132,39 @@ def test_experts():
     assert type(m[0].up.data) is torch.Tensor
 
 
+class Unused(nn.Module):
+    def __init__(self, answer=lambda x: x):
+        super().__init__()
+        self.used, self.unused, self.answer = nn.Linear(32, 32), nn.Linear(32, 32), answer
+
+    def forward(self, x):
+        return self.answer(self.used(x))
+
+
+def test_what_was_not_called_is_named():
+    found = sensitivity(Unused(), [torch.randn(4, 32)], progress=False)
+    assert {part.name: part.called for part in found.parts} == {"used.weight": True, "unused.weight": False}
+    lines = {line.split()[0]: line for line in str(found).splitlines()}
+    assert "not called" in lines["unused.weight"] and "nats" in lines["used.weight"]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("make", "arguments", "error", "message"),
     [
-        (([],), "at least one batch"),
-        (([1], NVFP4WeightOnlyConfig(scale_search="mse", weighted=True)), "weighted needs inputs"),
-        (([1], NVFP4Config(step="convert")), "without step"),
+        (model, [[]], ValueError, "at least one batch"),
+        (model, [[1], NVFP4WeightOnlyConfig(scale_search="mse", weighted=True)], ValueError, "weighted needs inputs"),
+        (model, [[1], NVFP4Config(step="convert")], ValueError, "without step"),
+        *(
+            (lambda answer=answer: Unused(answer), [[torch.ones(4, 32)]], TypeError, f"logits.*Unused returned {kind}")
+            for kind, answer in {
+                "tuple": lambda x: (x, x), "dict": lambda x: {"y": x}, "Tensor": lambda x: x.argmax(-1)
+            }.items()
+        ),
     ],
-)
-def test_arguments_that_do_not_fit(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        sensitivity(model(), *arguments, progress=False)
-    assert QuantizeSpec() == NVFP4WeightOnlyConfig().weight
+)  # fmt: skip
+def test_arguments_that_do_not_fit(make, arguments, error, message):
+    with pytest.raises(error, match=message):
+        sensitivity(make(), *arguments, progress=False)
 
 
 def test_what_is_grouped_is_quantized_together():
