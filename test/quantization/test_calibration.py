@@ -1,5 +1,4 @@
 import copy
-import io
 import weakref
 
 import pytest
@@ -35,6 +34,7 @@ def test_the_amax_is_that_of_all_batches(device):
     m = model().to(device)
     dense = copy.deepcopy(m)
     data = [batch.to(device) for batch in batches()]
+    halves = calibrated(copy.deepcopy(m), data, NVFP4Config(percentile=50))
     assert calibrated(m, data) is m
     inputs = data, [torch.relu(dense[0](batch)) for batch in data]
     for layer, seen in zip((m[0], m[2]), inputs, strict=True):
@@ -45,6 +45,7 @@ def test_the_amax_is_that_of_all_batches(device):
     )
     assert torch.equal(m[0](x), expected)
     assert "static" in repr(m[0])
+    assert halves[0].weight.activation_amax == pytest.approx(torch.cat(data).float().abs().median().item(), rel=0.04)
 
 
 def test_one_batch_in_place_of_several():
@@ -53,14 +54,6 @@ def test_one_batch_in_place_of_several():
         with pytest.raises(TypeError, match=rf"not one {type(batch).__name__}: pass \[batch\]"):
             calibrated(m, batch)
         assert type(m[0]) is nn.Linear
-
-
-def test_percentile():
-    x = torch.cat([torch.linspace(0, 1, 9_990), torch.full((10,), 100.0)]).reshape(-1, 50)
-    m = nn.Sequential(nn.Linear(50, 16))
-    for percentile, low, high in ((None, 100, 100), (100, 100, 100), (99.8, 0.96, 1.04), (50, 0.48, 0.52)):
-        found = calibrated(copy.deepcopy(m), [x], NVFP4Config(percentile=percentile))
-        assert low <= found[0].weight.activation_amax <= high
 
 
 def test_two_steps_with_a_state_dict_between():
@@ -78,17 +71,9 @@ def test_two_steps_with_a_state_dict_between():
     assert torch.equal(m(batches()[0]), other(batches()[0]))
 
 
-def test_a_static_scale_survives_saving_compiling_and_moving():
+def test_a_static_scale_survives_compiling_copying_and_moving():
     m, x = calibrated(model(), batches()), batches(1)[0]
-    file = io.BytesIO()
-    torch.save(m.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    fresh = model()
-    quantize_(fresh, NVFP4Config())
-    fresh.load_state_dict(state)
-    assert torch.equal(fresh[0].weight.activation_amax, m[0].weight.activation_amax)
-    for other in (fresh, copy.deepcopy(m), torch.compile(m, fullgraph=True, backend="aot_eager")):
+    for other in (copy.deepcopy(m), torch.compile(m, fullgraph=True, backend="aot_eager")):
         assert torch.equal(other(x), m(x))
     assert m.to("meta")[0].weight.activation_amax.device.type == "meta"
 

@@ -14,7 +14,9 @@ from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, calibr
 from nvfp4_tensor.quantization import NVFP4Linear
 from nvfp4_tensor.quantization.plan import _plans
 
-CONFIGS = [NVFP4WeightOnlyConfig(), NVFP4Config(), NVFP4Config(step="prepare")]
+
+def every(module, name):
+    return isinstance(module, nn.Linear)
 
 
 class Tied(nn.Module):
@@ -34,8 +36,9 @@ class Tied(nn.Module):
         return self.head(self.second(torch.relu(self.first(self.embedding(ids)))))
 
 
-@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(round_mode="stochastic"), NVFP4Config()])
-@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize(
+    ("config", "device"), [(NVFP4WeightOnlyConfig(round_mode="stochastic"), None), (NVFP4Config(), "cpu")]
+)
 def test_linears_that_share_a_weight_share_its_codes(config, device):
     model = Tied("linears")
     dense = copy.deepcopy(model)
@@ -57,33 +60,38 @@ def test_a_static_amax_of_two_linears_is_the_larger():
     apart = copy.deepcopy(model)
     apart.second.weight = nn.Parameter(apart.second.weight.detach().clone())
     for each in (model, apart):
-        calibrate(each, ids, filter_fn=lambda module, name: isinstance(module, nn.Linear), progress=False)
+        calibrate(each, ids, filter_fn=every, progress=False)
     amaxes = [linear.weight.activation_amax for linear in (apart.first, apart.second)]
     assert amaxes[0] != amaxes[1]
     assert model.first.weight is model.second.weight and model.first.weight.activation_amax == max(amaxes)
     assert not dict(model.named_buffers()) and model.head.weight.activation_amax is not None
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["weights", "w4a4", "prepare"])
-def test_a_head_tied_to_an_embedding_stays_dense_and_says_so_once(config):
-    model = Tied("embedding")
+def quantized(config):
+    return lambda model: quantize_(model, config)
+
+
+CALLS = {
+    "weights": quantized(NVFP4WeightOnlyConfig()),
+    "w4a4": quantized(NVFP4Config()),
+    "prepare": quantized(NVFP4Config(step="prepare")),
+    "calibrate": lambda model: calibrate(model, [torch.arange(16)], filter_fn=every, progress=False),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_head_tied_to_an_embedding_stays_dense_and_says_so_once(call):
+    model, apart = Tied("embedding"), Tied("embedding")
+    apart.head.weight = nn.Parameter(apart.head.weight.detach().clone())
     with pytest.warns(UserWarning, match=r"left dense.*embedding.weight = head.weight\. .*detach\(\)\.clone") as seen:
-        quantize_(model, config)
+        CALLS[call](model)
     assert len(seen) == 1
     assert model.head.weight is model.embedding.weight and type(model.head) is nn.Linear
     assert type(model.first) is type(model.second) is not nn.Linear
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = Tied("embedding")
-        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-        quantize_(model, config)
-    assert type(model.head) is type(model.first)
-
-
-def test_calibration_leaves_a_tied_head_dense():
-    model = Tied("embedding")
-    calibrate(model, [torch.arange(16)], progress=False)
-    assert model.head.weight is model.embedding.weight and isinstance(model.second.weight, NVFP4Tensor)
+        CALLS[call](apart)
+    assert type(apart.head) is type(apart.first)
 
 
 def test_one_of_two_that_share_a_weight_alone_stays_dense():
