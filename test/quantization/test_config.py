@@ -83,14 +83,14 @@ def test_arguments_that_do_not_fit(make, message):
         make()
 
 
-@pytest.mark.parametrize(("in_features", "compile"), [(64, False), (50, True)])
-def test_gradient_through_transformed_operands_is_in_the_basis_of_the_input(device, in_features, compile):
+@pytest.mark.parametrize("in_features", [64, 50])
+def test_gradient_through_transformed_operands_is_in_the_basis_of_the_input(device, in_features):
     """The product with the transformed weight needs the inverse transform: cosine 0.99, and -0.2 without it."""
     linear = nn.Linear(in_features, 48, bias=False, device=device)
     dense = linear.weight.detach().clone()
     quantize_(linear, NVFP4Config(weight_spec=HADAMARD, activation_spec=HADAMARD))
     x, upstream = torch.randn(8, in_features, device=device, requires_grad=True), torch.randn(8, 48, device=device)
-    y = (torch.compile(linear, fullgraph=True, backend="aot_eager") if compile else linear)(x)
+    y = linear(x)
     (grad,) = torch.autograd.grad(y, x, upstream)
     if in_features % 16 == 0:
         decoded = inverse_hadamard(linear.weight.dequantize(torch.float32), HADAMARD.hadamard_sign)
@@ -144,16 +144,6 @@ def test_quantize_(device, dtype, config):
     else:
         expected = dense(x)
     torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
-
-
-def test_inference_mode():
-    m = model()
-    quantize_(m, NVFP4Config())
-    x = torch.randn(2, 3, 72).bfloat16()
-    expected = m(x)
-    with torch.inference_mode():
-        assert torch.equal(m(x), expected)
-        assert torch.equal(torch.compile(m, fullgraph=True, backend="aot_eager")(x), expected)
 
 
 @pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()])

@@ -143,8 +143,10 @@ def test_parametrized_and_pruned_parameters(name):
 def test_a_graph_gets_the_parts_of_its_weights(config):
     model = nn.Sequential(quantized_linear(config), nn.GELU(), nn.Linear(N, 48, bias=False, dtype=torch.bfloat16))
     quantize_(model[2], config)
-    with torch.no_grad():
-        inputs = inputs_of_graph(model, torch.randn(1, 1, K, dtype=torch.bfloat16))
+    x = torch.randn(1, 1, K, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        inputs = inputs_of_graph(model, x)
+        assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
     classes = [cls for cls, source in inputs if "bias" not in source]
     assert classes == ["Tensor"] * 7 and len(inputs) == 8, inputs
     assert_expected_inline(
