@@ -1,4 +1,5 @@
 import copy
+import functools
 import weakref
 
 import pytest
@@ -202,8 +203,15 @@ def test_each_block_has_the_candidate_of_least_weighted_error():
     assert len(chosen.unique()) > 4
 
 
-@pytest.mark.parametrize("make", [NVFP4WeightOnlyConfig, NVFP4Config])
-def test_weighted_by_what_is_fed(make):
+@pytest.mark.parametrize(
+    ("make", "activation", "has_amax"),
+    [
+        (NVFP4WeightOnlyConfig, None, False),
+        (NVFP4Config, QuantizeSpec(), True),
+        (functools.partial(NVFP4Config, row_scaled=True), QuantizeSpec(row_scaled=True), False),
+    ],
+)
+def test_weighted_by_what_is_fed(make, activation, has_amax):
     x, layer = loud(), nn.Linear(48, 64, bias=False)
     plain, own = nn.Sequential(copy.deepcopy(layer)), nn.Sequential(copy.deepcopy(layer))
     quantize_(plain, NVFP4WeightOnlyConfig(weight_spec=SEARCH))
@@ -212,7 +220,7 @@ def test_weighted_by_what_is_fed(make):
     assert torch.equal(own[0].weight.qdata, expected.qdata)
     errors = [((m[0].weight.dequantize() - layer.weight) @ x.T).square().sum() for m in (own, plain)]
     assert errors[0] < 0.9 * errors[1]
-    assert (own[0].weight.activation_spec is None) == (make is NVFP4WeightOnlyConfig)
+    assert own[0].weight.activation_spec == activation and (own[0].weight.activation_amax is not None) == has_amax
 
 
 def test_weighted_in_two_steps_and_for_linears_of_one_weight():
@@ -262,7 +270,7 @@ def test_columns_that_met_nothing_are_rounded_all_the_same():
 
 def blocks_of(amaxes):
     """One block per number, with that number as its largest magnitude."""
-    return torch.cat([torch.linspace(0, 1, 16) * amax for amax in amaxes]).reshape(1, -1)
+    return torch.linspace(0, 1, 16) * torch.tensor(amaxes).unsqueeze(1)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +285,7 @@ def blocks_of(amaxes):
 )
 def test_headroom(amaxes, expected):
     x = blocks_of(amaxes)
-    m = calibrated(nn.Sequential(nn.Linear(x.shape[1], 16)), [x], NVFP4Config(headroom=True))
+    m = calibrated(nn.Sequential(nn.Linear(16, 16)), [x], NVFP4Config(headroom=True))
     assert expected / 1.04 <= m[0].weight.activation_amax <= expected * 1.04
 
 

@@ -29,6 +29,7 @@ from nvfp4_tensor.quantization.experts import (
     is_experts,
     is_transposed,
     matrix_of,
+    tokens_of,
 )
 from nvfp4_tensor.quantization.observed_experts import observed, observed_weights
 
@@ -102,6 +103,14 @@ def test_inputs_are_those_of_the_products(kind, implementation):
     with torch.no_grad():
         y = module(hidden, choice, weights).float()
     assert (again - y).norm() < 0.01 * y.norm()
+
+
+def test_tokens_that_other_ranks_have_do_not_count():
+    module, hidden = mixture("Mixtral").model.layers[0].mlp.experts, torch.randn(3, 64).bfloat16()
+    chosen = torch.tensor([[0, 4], [4, 2], [2, 7]])  # this rank has four experts
+    assert tokens_of(4, hidden, chosen).tolist() == [1, 0, 2, 0]
+    *_, counted = next(inputs_of(module, hidden, chosen))
+    assert torch.equal((counted == 1).int(), torch.tensor([[1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 1, 0]]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

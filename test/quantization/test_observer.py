@@ -7,16 +7,20 @@ from nvfp4_tensor.quantization.observer import MAGNITUDE_BINS, ObservedLinear
 
 
 def test_it_counts_every_finite_magnitude_and_changes_no_output():
-    linear = nn.Linear(32, 8)
-    x = torch.randn(5, 32)
+    linear = nn.Linear(40, 8)
+    x = torch.randn(5, 40)
     expected = linear(x)
     observed = ObservedLinear.observe(linear, QuantizeSpec())
     assert observed is linear and torch.equal(observed(x), expected)
-    x[0, 0], x[1, 1] = float("nan"), float("inf")
-    observed(x)
+    y = x.clone()
+    y[0, 0], y[1, 1], y[2, :16] = float("nan"), float("inf"), float("-inf")
+    observed(y)
     assert observed.activation_histogram.shape == (MAGNITUDE_BINS,)
-    assert observed.activation_histogram.sum() == 2 * 160 - 2
-    assert observed.activation_amax.isfinite()
+    assert observed.activation_histogram.sum() == 2 * 200 - 18 and observed.activation_nonfinite == 18
+    assert observed.activation_block_histogram.sum() == 2 * 15 - 1  # without the block that has no finite value
+    assert observed.activation_amax == x.abs().max()
+    squares = x.square().sum(0) + torch.where(y.isfinite(), y, 0).square().sum(0)
+    torch.testing.assert_close(observed.activation_squares, squares)
 
 
 def test_it_observes_what_the_hadamard_transform_gives():

@@ -47,6 +47,9 @@ def test_reasons_of_a_mixture():
     assert {name.removesuffix(".weight"): found[name].reason for name in found.dense} == REASONS
     attention = tuple(f"layers.0.attn.{each}_proj.weight" for each in "qkv")
     assert found[attention[1]].group == attention  # few rows of its own, but servers multiply it with q
+    told = found.left_dense().splitlines()
+    assert told[-1] == "left dense (output layer): layers.1.shared_head.head, lm_head" and len(told) == 5
+    assert repr(found).splitlines()[-1] == "8 of 16 matrices quantized, 39.9% of elements"
 
 
 @pytest.mark.parametrize(
@@ -89,32 +92,38 @@ def test_other_kinds():
 # --- models in memory ------------------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        for i, name in enumerate(("q_proj", "k_proj", "v_proj", "o_proj")):
-            setattr(self, name, nn.Linear(32, 32))
-            nn.init.normal_(getattr(self, name).weight, std=4.0**i)
+def linears(*names):
+    """A module whose linears have weights of other magnitudes."""
+    module = nn.ModuleDict({name: nn.Linear(32, 32) for name in names})
+    for i, linear in enumerate(module.values()):
+        nn.init.normal_(linear.weight, std=4.0**i)
+    return module
+
+
+def attention():
+    return linears("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(scale_search="mse"), NVFP4Config()])
 def test_fused_linears_share_the_largest_scale(config):
     torch.manual_seed(0)
-    model = nn.ModuleDict({"attn": Attention(), "lm_head": nn.Linear(32, 64)})
+    model = nn.ModuleDict({"attn": attention(), "mlp": linears("gate_proj", "up_proj"), "out": nn.Linear(32, 64)})
+    model.get_output_embeddings = lambda: model["out"]
     dense = copy.deepcopy(model)
     report = quantize_model(model, config)
-    amax = max(dense.attn.get_parameter(f"{each}_proj.weight").abs().max() for each in "qkv")
-    for each in "qkv":
-        weight = model.attn.get_parameter(f"{each}_proj.weight")
-        expected = quantize(dense.attn.get_parameter(f"{each}_proj.weight").detach(), config.weight, amax=amax)
-        assert torch.equal(weight.qdata, expected.qdata) and weight.per_tensor_scale == expected.per_tensor_scale
+    for group in ([f"attn.{each}_proj" for each in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]):
+        weights = {name: dense.get_parameter(f"{name}.weight").detach() for name in group}
+        amax = max(each.abs().max() for each in weights.values())
+        for name, each in weights.items():
+            own, expected = model.get_parameter(f"{name}.weight"), quantize(each, config.weight, amax=amax)
+            assert torch.equal(own.qdata, expected.qdata) and own.per_tensor_scale == expected.per_tensor_scale
     alone = quantize(dense.attn.o_proj.weight.detach(), config.weight)
     assert model.attn.o_proj.weight.per_tensor_scale == alone.per_tensor_scale
-    assert report["lm_head.weight"].reason == "output layer" and type(model.lm_head.weight.data) is torch.Tensor
+    assert report["out.weight"].reason == "output layer" and type(model.out.weight.data) is torch.Tensor
 
 
 def test_rows_have_their_own_scales():
-    model, twin = (copy.deepcopy(m) for m in [nn.ModuleDict({"attn": Attention()})] * 2)
+    model, twin = (copy.deepcopy(m) for m in [nn.ModuleDict({"attn": attention()})] * 2)
     config = NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(row_scaled=True))
     quantize_model(model, config)
     quantize_(twin, config)

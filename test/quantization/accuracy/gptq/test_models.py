@@ -53,6 +53,20 @@ def test_experts(grouped):
     assert error(own, dense, data) < 0.7 * error(nearest, dense, data)
 
 
+class Transposed(Experts):
+    """Experts stored as (E, K, N)."""
+
+    def _grouped(self, rows, chosen):
+        offs = torch.searchsorted(chosen, torch.arange(1, 5)).int()
+        return nn.functional.grouped_mm(rows.bfloat16(), self.down, offs=offs).to(rows.dtype)[:, :WIDTH]
+
+
+def test_experts_of_another_layout_are_refused():
+    m = nn.Sequential(Transposed(True)).bfloat16().eval()
+    with pytest.raises(ValueError, match=r"0.down has shape \(E, K, N\): GPTQ supports only experts \(E, N, K\)"):
+        quantized(m, None, batches(dtype=torch.bfloat16), filter_fn=lambda module, name: isinstance(module, Experts))
+
+
 @pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "falcon"])
 def test_a_cache_of_any_name_is_left_out(kind):
     """Each layer runs several times; with a cache it would also attend to the tokens of its previous run."""

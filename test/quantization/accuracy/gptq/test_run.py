@@ -206,7 +206,7 @@ JOINED = {Attention: ["{}q_proj", "{}k_proj", "{}v_proj"], Experts: ["{}experts.
         (Attention, {"base_config": NVFP4Config()}),
         (Experts, {"sequential_within_layer": True, "base_config": NVFP4Config()}),
     ],
-    ids=str,
+    ids=["attention", "sequential", "dense target", "w4a4", "experts"],
 )
 def test_linears_that_servers_join_share_a_scale(layer, options, tmp_path, monkeypatch):
     torch.manual_seed(0)
@@ -370,6 +370,16 @@ def test_a_weight_that_is_not_finite_is_named():
         with pytest.raises(ValueError, match=r"layers\.1\.gate\.weight has NaN or Inf"):
             gptq(m, batches(), progress=False)
         assert type(m.layers[0].up) is nn.Linear
+
+
+def test_a_product_without_a_call_of_the_linear_is_seen():
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(WIDTH, 96, bias=False), nn.Linear(96, 32, bias=False))
+    expected = quantized(m)
+    for multiply in (lambda x, w: x @ w.T, lambda x, w: torch.matmul(x, w.mT)):
+        other = copy.deepcopy(m)
+        other.forward = lambda x, own=other, by=multiply: by(by(x, own[0].weight), own[1].weight)
+        assert_same_codes(gptq(other, batches(), progress=False), expected)
 
 
 def test_a_linear_used_several_times_learns_of_all():
