@@ -82,13 +82,15 @@ def test_one_call_quantizes_experts_or_names_once_that_they_stay_dense(kind):
     assert 0 < (model(IDS).logits.float() - exact).norm() / exact.norm() < 0.5
 
 
-def test_a_failure_between_weights_leaves_whole_ones(monkeypatch):
+@pytest.mark.parametrize(("fails", "dense"), [("linear._quantize_linear", 0), ("experts.quantized_experts", 4)])
+def test_a_failure_between_weights_leaves_whole_ones(fails, dense, monkeypatch):
     model = mixture("Mixtral")
-    monkeypatch.setattr("nvfp4_tensor.quantization.linear._quantize_linear", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(f"nvfp4_tensor.quantization.{fails}", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         calibrate(model, [IDS], NVFP4Config(experts=True), filter_fn=linears, progress=False)
-    assert not list(dense_experts(model)) and type(model.model.layers[0].self_attn.q_proj) is nn.Linear
-    assert not any("observed" in name for name, _ in [*model.named_modules(), *model.named_buffers()])
+    assert len(list(dense_experts(model))) == dense
+    assert all(type(module) is nn.Linear for name, module in model.named_modules() if linears(module, name))
+    assert not any("observed" in name for name, _ in model.named_modules())
     assert model(IDS).logits.isfinite().all()
 
 

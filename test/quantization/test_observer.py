@@ -8,7 +8,7 @@ from nvfp4_tensor.quantization.observer import MAGNITUDE_BINS, ObservedLinear
 
 def test_it_counts_every_finite_magnitude_and_changes_no_output():
     linear = nn.Linear(40, 8)
-    x = torch.randn(5, 40)
+    x = torch.randn(5, 40) / 100
     expected = linear(x)
     observed = ObservedLinear.observe(linear, QuantizeSpec())
     assert observed is linear and torch.equal(observed(x), expected)
@@ -18,6 +18,7 @@ def test_it_counts_every_finite_magnitude_and_changes_no_output():
     assert observed.activation_histogram.shape == (MAGNITUDE_BINS,)
     assert observed.activation_histogram.sum() == 2 * 200 - 18 and observed.activation_nonfinite == 18
     assert observed.activation_block_histogram.sum() == 2 * 15 - 1  # without the block that has no finite value
+    assert observed.activation_block_histogram.nonzero().max() == observed.activation_histogram.nonzero().max()
     assert observed.activation_amax == x.abs().max()
     squares = x.square().sum(0) + torch.where(y.isfinite(), y, 0).square().sum(0)
     torch.testing.assert_close(observed.activation_squares, squares)
