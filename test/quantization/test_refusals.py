@@ -217,3 +217,10 @@ def test_the_model_is_as_it_was(case):
         assert state_of(model) == before
     for name, each in model.state_dict().items():
         assert torch.equal(each, values[name]), name
+
+
+def test_a_config_of_another_handler_is_applied():
+    model = behind(nn.Linear(32, 32))
+    expected = -model[2].weight.detach()
+    assert len(quantize_model(model, OneByOne()).quantized) == 3
+    assert torch.equal(model[2].weight, expected)
