@@ -17,10 +17,9 @@ from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS
 
 DIFFERENT_SCALES = (
-    "the shards of an NVFP4 weight have different per-tensor scales: each rank quantized dense values for its own, or "
-    "wrote codes to it alone. Write the codes of the full weight on all ranks, w.copy_(torch.distributed.tensor."
-    "distribute_tensor(quantize(full), w.device_mesh, w.placements)), or train a weight in bfloat16 with "
-    "nvfp4_tensor.distributed.enable_nvfp4_all_gather"
+    "shards of an NVFP4 weight have different per-tensor scales, quantized by each rank alone: write the full weight, "
+    "w.copy_(distribute_tensor(quantize(full), w.device_mesh, w.placements)), or train in bfloat16 with "
+    "enable_nvfp4_all_gather"
 )
 
 

@@ -173,16 +173,16 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   NVFP4_CHECK(!batched || shape[0] == qdata.size(0), "nvfp4::matmul: ", shape[0], " matrices of x for ", qdata.size(0),
               " weights");
   check_weight(p, x_given, qdata, scale, per_tensor_scale, columns);
+  Tensor x_factor, placed_bias;  // live as long as p
+  if (bias) placed_bias = set_bias(p, *bias, x_given, shape);
   Tensor y = empty(shape, out_dtype, x_given);
   if (y.numel() == 0) return y;
   p.y = y.mutable_data_ptr();
   p.y_dtype = dtype_of(out_dtype, "out_dtype");
   const Tensor x = place_x(p, x_given), w_factor = contiguous_as(per_tensor_scale, ScalarType::Float);
-  Tensor x_factor, placed_bias;  // live as long as p
   if (x_scale) x_factor = place_x_scale(p, x, *x_scale);
   const bool scale_inside = transposed && one_a_row(p, w_factor);  // a factor of each summand
   if (!scale_inside) place_w_scale(p, w_factor);
-  if (bias) placed_bias = set_bias(p, *bias, x_given, shape);
   const char* const why = why_decoded(p, transposed);
   if (why && are_plans_printed()) print_decoded(p, why);
   if (why || !fused_product(p, x, qdata, scale, stream)) {
