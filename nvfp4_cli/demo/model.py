@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import pydoc_data.topics
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer
@@ -40,6 +42,14 @@ def evaluation_tokens(tokenizer: Any, count: int) -> Tensor:
     ids = tokenizer(text[: 16 * count], return_tensors="pt").input_ids[0]
     assert len(ids) >= count, f"{len(ids)} tokens of text, {count} wanted"
     return ids[:count]
+
+
+def calibration_windows(tokenizer: Any, count: int, window: int) -> list[Tensor]:
+    """Texts of another kind than the evaluation's, the docstrings of torch: ``count`` windows, int64 (1, window)."""
+    documented = (inspect.getdoc(getattr(torch, name)) for name in sorted(torch.__all__) if hasattr(torch, name))
+    text = "\n\n".join(filter(None, documented))[: 16 * count * window]
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, : count * window]
+    return list(ids.split(window, dim=1))
 
 
 def prompt_tokens(tokenizer: Any) -> Tensor:

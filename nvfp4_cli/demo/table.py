@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.torchao_import import quietly
+from nvfp4_tensor.generation import decode_natively
 from nvfp4_tensor.numerics.choices import RoundingMode
+from nvfp4_tensor.quantization.accuracy.gptq import GPTQConfig, gptq
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.sizes import bits_per_weight, model_size
 from nvfp4_tensor.testing.model_quality import perplexity
@@ -21,42 +24,65 @@ with quietly():
     from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig as TorchaoWeightOnlyConfig
     from torchao.quantization import quantize_
 
-RECIPES: dict[str, AOBaseConfig | None] = {
+RECIPES: dict[str, AOBaseConfig | GPTQConfig | None] = {
     "bf16": None,
-    "weight-only, nearest": NVFP4WeightOnlyConfig(),
-    "weight-only, stochastic": NVFP4WeightOnlyConfig(round_mode=RoundingMode.STOCHASTIC),
-    "weight-only, four-over-six": NVFP4WeightOnlyConfig(four_over_six=True),
-    "W4A4, nearest": NVFP4Config(),
-    "torchao weight-only": TorchaoWeightOnlyConfig(),
+    "nearest": NVFP4WeightOnlyConfig(),
+    "stochastic": NVFP4WeightOnlyConfig(round_mode=RoundingMode.STOCHASTIC),
+    "four-over-six": NVFP4WeightOnlyConfig(four_over_six=True),
+    "GPTQ, scale search": GPTQConfig(),
+    "nearest, W4A4": NVFP4Config(),
+    "torchao, nearest": TorchaoWeightOnlyConfig(),
 }
-"""The config of each row. The second row and torchao's compute the same."""
+"""The config of each row: of weights alone, except W4A4's. The second row and torchao's compute the same."""
 
-_TIMES = {"torchao weight-only": (1.7, 0.45)}
-_OTHER_TIMES = (1.0, 0.015)
-"""The times of a window of 1,024 tokens and of one generated token, in windows: SmolLM2-135M on two CPU cores. torchao
-decodes every weight for each of them."""
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The time of each part of a row, in windows of 1,024 tokens of bf16: SmolLM2-135M on two CPU cores."""
+
+    quantizing: float = 0.1
+    window: float = 1.0
+    token: float = 0.02
+    native: float = 0.4
+
+    def of_row(self, windows: int, tokens: int) -> float:
+        return self.quantizing + self.window * windows + self.token * tokens + self.native
+
+
+WORK = {"GPTQ, scale search": Work(quantizing=25.0), "torchao, nearest": Work(window=1.7, token=0.45, native=0.0)}
+"""GPTQ runs the model on its calibration text, and torchao decodes every weight for each window and token."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One recipe's results. ``linear_bits_per_weight`` counts the linears that are quantized."""
+    """One recipe's results.
+
+    Attributes:
+        linear_bits_per_weight: of the linears that are quantized.
+        tokens_per_second: of one text, by the model's own forward.
+        native_tokens_per_second: the same after ``decode_natively``; None where it does not support the model.
+    """
 
     recipe: str
     perplexity: float
     model_bytes: int
     model_bits_per_weight: float
     linear_bits_per_weight: float
+    tokens_per_second: float
+    native_tokens_per_second: float | None
     quantization_seconds: float
     continuation: str
 
     def __str__(self) -> str:
-        seconds = f"{self.quantization_seconds:.2f} s" if self.quantization_seconds else "-"
-        size = f"{self.model_bytes / 1e6:.1f} MB"
-        bits = f"{self.model_bits_per_weight:.2f}", f"{self.linear_bits_per_weight:.2f}"
-        return _line(self.recipe, f"{self.perplexity:.3f}", size, *bits, seconds)
+        seconds = f"{self.quantization_seconds:.1f} s" if self.quantization_seconds else "-"
+        native = "-" if self.native_tokens_per_second is None else f"{self.native_tokens_per_second:.1f}"
+        size, bits = f"{self.model_bytes / 1e6:.1f} MB", f"{self.linear_bits_per_weight:.2f}"
+        return _line(
+            self.recipe, f"{self.perplexity:.3f}", size, bits, f"{self.tokens_per_second:.1f}", native, seconds
+        )
 
 
-HEAD = ("recipe", "perplexity", "model", "bits/weight", "in linears", "quantized in")
+HEAD = ("recipe", "perplexity", "model", "bits/weight", "tokens/s", "natively", "quantized in")
 _WIDTHS = (max(map(len, RECIPES)), *(max(len(name), len("1000.0 MB")) for name in HEAD[1:]))
 """Fixed before the first row, because rows are printed one by one."""
 
@@ -83,12 +109,6 @@ def is_quantized_layer(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and not name.endswith("lm_head")
 
 
-def work_of(name: str, windows: int, tokens: int) -> tuple[float, float]:
-    """The work of a recipe's windows and of its generated tokens, in units of the time of one window of bf16."""
-    window, token = _TIMES.get(name, _OTHER_TIMES)
-    return window * windows, token * tokens
-
-
 def run_recipe(
     name: str,
     model: nn.Module,
@@ -99,27 +119,59 @@ def run_recipe(
     window: int,
     new_tokens: int,
     end_token: int | None = None,
+    calibration: Sequence[Tensor] = (),
     advance: Callable[[float], object] = lambda work: None,
 ) -> Row:
     """Quantize a copy of the model by recipe ``name`` and measure it; ``advance`` is called with the work done."""
-    model, config = copy.deepcopy(model), RECIPES[name]
-    seconds = 0.0
-    if config is not None:
+    model, config, work = copy.deepcopy(model), RECIPES[name], WORK.get(name, Work())
+    start = time.perf_counter()
+    if isinstance(config, GPTQConfig):
+        gptq(model, calibration, config, filter_fn=is_quantized_layer, progress=False)
+    elif config is not None:
         torch.manual_seed(0)  # so that the stochastic row is the same in each run
-        start = time.perf_counter()
         quantize_(model, config, filter_fn=is_quantized_layer)
-        seconds = time.perf_counter() - start
-    window_work, token_work = work_of(name, 1, 1)
+    seconds = 0.0 if config is None else time.perf_counter() - start
+    advance(work.quantizing)
     size = model_size(model).total
+    loss = perplexity(model, tokens, window, lambda: advance(work.window))
+    times = [time.perf_counter()]
+
+    def tick() -> None:
+        times.append(time.perf_counter())
+        advance(work.token)
+
+    continuation = greedy(model, prompt, new_tokens, end_token, tick)
+    native = native_speed(model, prompt, new_tokens)
+    advance(work.native)
     return Row(
         recipe=name,
-        perplexity=perplexity(model, tokens, window, lambda: advance(window_work)),
+        perplexity=loss,
         model_bytes=size,
         model_bits_per_weight=8 * size / sum(parameter.numel() for parameter in model.parameters()),
         linear_bits_per_weight=bits_per_weight(model, is_quantized_layer),
+        tokens_per_second=(len(times) - 2) / (times[-1] - times[1])
+        if len(times) > 2
+        else 0.0,  # the first is the prompt's
+        native_tokens_per_second=native,
         quantization_seconds=seconds,
-        continuation=decode(greedy(model, prompt, new_tokens, end_token, lambda: advance(token_work))),
+        continuation=decode(continuation),
     )
+
+
+def native_speed(model: nn.Module, prompt: Tensor, count: int) -> float | None:
+    """Return tokens per second of ``generate`` after ``decode_natively``, or None if that refuses the model."""
+    try:
+        natively: Any = decode_natively(model)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+    def seconds(count: int) -> float:
+        start = time.perf_counter()
+        natively.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+        return time.perf_counter() - start
+
+    seconds(2)
+    return count / (seconds(count + 2) - seconds(2))
 
 
 @torch.no_grad()

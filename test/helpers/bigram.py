@@ -17,4 +17,5 @@ class Bigram(nn.Module):
 
     def forward(self, ids, past_key_values=None, use_cache=False):
         logits = torch.full((*ids.shape, 4), 0.0).scatter(-1, ((ids + 1) % 4).unsqueeze(-1), math.log(5.0))
+        logits = logits + 0 * self.lm_head(self.up(self.embed(ids)))
         return type("Output", (), {"logits": logits, "past_key_values": past_key_values})()

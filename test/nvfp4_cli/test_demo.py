@@ -1,5 +1,6 @@
 """The demo: its recipes and their rows, its picture, its checkpoint."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -18,13 +19,21 @@ def test_each_recipe_gives_a_row(name):
     assert [name for name, module in net.named_modules() if table.is_quantized_layer(module, name)] == ["up"]
     row = table.run_recipe(
         name, net, torch.tensor([0, 1, 2, 3]), torch.tensor([[0]]), lambda ids: str(ids.tolist()),
-        window=4, new_tokens=3, end_token=3, advance=work.append,
+        window=4, new_tokens=3, end_token=3, calibration=[torch.tensor([[0, 1, 2, 3] * 8])], advance=work.append,
     )  # fmt: skip
     assert row.continuation == "[1, 2]" and row.perplexity == pytest.approx(8 / 5)
     assert row.linear_bits_per_weight == 16 if name == "bf16" else row.linear_bits_per_weight < 16
     assert row.quantization_seconds == 0 if name == "bf16" else row.quantization_seconds > 0
     assert type(net.up.weight.data) is torch.Tensor  # the caller's model is untouched
-    assert len(work) == 1 + 3 and sum(work) == pytest.approx(sum(table.work_of(name, 1, 3)))
+    assert row.tokens_per_second > 0 and row.native_tokens_per_second is None  # no model of transformers
+    assert sum(work) == pytest.approx(table.WORK.get(name, table.Work()).of_row(1, 3))
+
+
+@pytest.mark.slow
+def test_speeds_are_those_of_a_text(dense):
+    tokens, prompt = torch.arange(64), torch.arange(8)[None]
+    row = table.run_recipe("nearest", open_model(dense), tokens, prompt, str, window=64, new_tokens=4)
+    assert row.tokens_per_second > 0 and row.native_tokens_per_second > 0
 
 
 def test_bits_are_of_the_whole_model_and_of_its_quantized_linears():
@@ -34,18 +43,22 @@ def test_bits_are_of_the_whole_model_and_of_its_quantized_linears():
 
     net = Bigram().bfloat16()
     net.up = torch.nn.Linear(16, 128, bias=False, dtype=torch.bfloat16)
-    linear, others = 16 * 128, 4 * 16 + 4 * 32
+    net.lm_head = torch.nn.Linear(128, 4, bias=False, dtype=torch.bfloat16)
+    linear, others = 16 * 128, 4 * 16 + 4 * 128
     assert bits("bf16") == (16, 16)
-    whole, own = bits("weight-only, nearest")
+    whole, own = bits("nearest")
     assert 4.5 < own < 16 and whole == pytest.approx((own * linear + 16 * others) / (linear + others))
 
 
 def test_rows_are_lines_of_one_aligned_table():
-    rows = [table.Row(name, 13.1, 269_000_000, 16.0, 4.5, 1.5 * i, "Paris") for i, name in enumerate(table.RECIPES)]
+    row = functools.partial(table.Row, continuation="Paris", tokens_per_second=20.0, native_tokens_per_second=None)
+    rows = [
+        row(name, 13.1, 269_000_000, 16.0, 4.5, quantization_seconds=1.5 * i) for i, name in enumerate(table.RECIPES)
+    ]
     lines = [*table.head().splitlines(), *map(str, rows)]
     assert len({len(line) for line in lines}) == 1 and {line.count("|") for line in lines} == {len(table.HEAD) + 1}
     cells = [cell.strip() for cell in lines[3].split("|")[1:-1]]
-    assert cells == ["weight-only, nearest", "13.100", "269.0 MB", "16.00", "4.50", "1.50 s"]
+    assert cells == ["nearest", "13.100", "269.0 MB", "4.50", "20.0", "-", "1.5 s"]
     assert table.continuations(rows).splitlines()[0].split("  ")[-1] == "'Paris'"
 
 
@@ -54,6 +67,7 @@ def small(monkeypatch):
     """The demo's text and prompt, in tokens of :class:`Bigram`."""
     monkeypatch.setattr(run, "evaluation_tokens", lambda tokenizer, count: torch.arange(count) % 4)
     monkeypatch.setattr(run, "prompt_tokens", lambda tokenizer: torch.tensor([[0]]))
+    monkeypatch.setattr(run, "calibration_windows", lambda tokenizer, *sizes: [torch.tensor([[0, 1, 2, 3] * 8])])
 
 
 def test_each_row_is_printed_before_the_next_is_measured(small, capsys):
@@ -65,7 +79,8 @@ def test_each_row_is_printed_before_the_next_is_measured(small, capsys):
 
     rows = run.measure_all(Bigram().bfloat16(), SimpleNamespace(decode=decode, eos_token_id=3))
     assert [row.recipe for row in rows] == list(table.RECIPES)
-    assert printed == ["", *(f"{row}\n" for row in rows[:-1])] and capsys.readouterr().out == f"{rows[-1]}\n"
+    assert printed == ["", *(f"{row}\n" for row in rows[:-1])]
+    assert capsys.readouterr() == (f"{rows[-1]}\n", "")  # no bar where there is no terminal
 
 
 def test_the_picture_shows_an_error_that_falls_as_one_over_sqrt_n(tmp_path):
