@@ -19,6 +19,9 @@ from pathlib import Path
 from table import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
+SITE = """import sys
+sys.meta_path[:] = [each for each in sys.meta_path if not any(w in type(each).__name__ for w in ("Editable", "Inplace"))]
+"""
 HEADER = """#pragma once
 #include <cstdlib>
 #if defined(__CUDACC__)
@@ -98,6 +101,7 @@ def main() -> None:
         ignored = shutil.ignore_patterns(".*", "build", "results", "demo_output")
         shutil.copytree(ROOT, first, ignore=ignored, symlinks=True)
         shutil.copytree(ROOT / ".ci", first / ".ci")
+        (first / "sitecustomize.py").write_text(SITE)  # an editable install would import the sources, not the copy
         if native := [(number, fault) for number, fault in chosen if fault.is_native]:
             (first / "nvfp4_tensor/csrc/planted.h").write_text(HEADER)
             for number, fault in native:
