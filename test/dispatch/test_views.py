@@ -245,3 +245,8 @@ def test_a_view_out_of_a_graph_or_into_one_is_a_view():
     torch.compile(lambda t: t.zero_(), fullgraph=True, backend="aot_eager")(part)
     before[1:19] = 0
     assert torch.equal(t.dequantize(), before)
+
+
+def test_codes_behind_the_last_column_are_zero():
+    part = quantize(torch.randn(8, 64))[:, 16:40]
+    assert part.qdata.shape == (8, 16) and not part.qdata[:, 12:].any() and part.qdata[:, :12].any()

@@ -389,3 +389,12 @@ def test_all_slices_as_vllm_does_give_the_loaded_weight():
     for start in (0, 128, 256):
         linear.weight.data.narrow(0, start, 128).copy_(loaded.weight.narrow(0, start, 128))
     assert torch.equal(linear.weight.dequantize(), loaded.weight.dequantize())
+
+
+@pytest.mark.parametrize("to, source", [(slice(1, 300), slice(299)), (slice(299), slice(1, 300))])
+def test_a_part_is_copied_to_one_that_overlaps_it(to, source):
+    t = quantize(torch.randn(300, 64))
+    expected = t.dequantize().clone()
+    expected[to] = t.dequantize()[source].clone()
+    t[to].copy_(t[source])
+    assert torch.equal(t.dequantize(), expected)

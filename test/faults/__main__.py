@@ -20,7 +20,8 @@ from table import FAULTS, Fault
 
 ROOT = Path(__file__).parents[2]
 SITE = """import sys
-sys.meta_path[:] = [each for each in sys.meta_path if not any(w in type(each).__name__ for w in ("Editable", "Inplace"))]
+editable = ("Editable", "Inplace")
+sys.meta_path[:] = [f for f in sys.meta_path if not any(word in type(f).__name__ for word in editable)]
 """
 HEADER = """#pragma once
 #include <cstdlib>

@@ -415,3 +415,9 @@ def test_an_exported_program_keeps_its_parameters(strict):
         program = torch.export.export(layer, (x,), strict=strict)
         assert isinstance(program.state_dict["weight"], NVFP4Tensor) and not program.constants
         assert torch.equal(program.module()(x), layer(x))
+
+
+def test_inputs_of_another_dtype_raise_without_gradients_too(config):
+    layer = quantized_linear(config, bias=False)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="float32"):
+        layer(torch.randn(2, K))

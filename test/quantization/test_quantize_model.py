@@ -139,6 +139,8 @@ def test_tied_weights():
     assert report.quantized == ("a.weight",) and report["a.weight"].tied == ("b.weight",)
     assert model["b"].weight is model["a"].weight and isinstance(model["a"].weight, NVFP4Tensor)
     assert report["c.weight"].tied == ("d.weight",) and type(model["d"].weight.data) is torch.Tensor
+    plan = plan_matrices([Matrix("a", (32, 32), torch.bfloat16, tied=("b",))], selected=lambda name: name == "a")
+    assert plan["a"].reason == "not selected by filter_fn"  # one of its names is not
 
 
 # --- Conv1D ----------------------------------------------------------------------------------------------------------

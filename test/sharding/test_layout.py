@@ -173,3 +173,9 @@ def test_ranges_need_complete_blocks(rows, columns, spec, message):
         return sharding.check(x, spec, "operand")
     with pytest.raises(ValueError, match=message):
         sharding.check(x, spec, "operand")
+
+
+def test_ranges_of_unequal_lengths_are_cut():
+    parent = ((0, 7), (20, 3), (40, 10))
+    assert TokenSharding(ShardedDim(2, 1), chunks=(3,)).within(5, parent) == ((45, 5),)
+    assert TokenSharding(ShardedDim(2, 1), chunks=(1,)).within(6, parent) == ((6, 1), (20, 3), (40, 2))

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from nvfp4_tensor import QuantizeSpec, quantize
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.formats.comfy import FORMAT
+from nvfp4_tensor.numerics.layout import unpack
 
 
 def write(path, tensors, **options):
@@ -44,6 +45,9 @@ def test_round_trip(tmp_path, rows, columns):
             else:
                 assert torch.equal(checkpoint.dense(name), want)
         FORMAT.write(checkpoint, tmp_path / "b.safetensors", progress=False)
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
+        first = file.get_tensor("blocks.0.up.weight")[:rows, : columns // 2] >> 4  # the even element is the high nibble
+    assert torch.equal(first, unpack(tensors["blocks.0.up.weight"].qdata)[:, :columns:2])
     assert (tmp_path / "b.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
 

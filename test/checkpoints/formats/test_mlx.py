@@ -181,6 +181,9 @@ def test_wrong_folders_raise_an_error(tmp_path):
         ({}, {"quantization": affine}, r"found \{'mode': 'affine', 'bits': 4, 'group_size': 64\}"),
         ({}, {}, "expected MLX's quantization"),
     ]
+    gate = {name.replace("up_proj", "gate_proj"): t.clone() for name, t in tensors.items() if "up_proj" in name}
+    one = {NAME[:-6] + "global_scale": torch.ones(())}
+    cases.insert(0, ({**gate, **one}, None, r"gate_proj\.weight have no global_scale"))
     for change, config, message in cases:
         kept = {name: t for name, t in {**tensors, **change}.items() if t is not None}
         save_file(kept, tmp_path / "a/model.safetensors")

@@ -6,10 +6,12 @@ import shutil
 import pytest
 import torch
 from helpers.checkpoint_folders import GOLDEN, assert_refused, content, dense_tensors, edit, edit_json, write_dense
+from helpers.checkpoints import InMemory, same_parts
 from safetensors.torch import load_file, save_file
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, checkpoints, quantize, quantize_experts
-from nvfp4_tensor.checkpoints import tensor_of
+from nvfp4_tensor.checkpoints import parts_of, tensor_of
+from nvfp4_tensor.checkpoints.formats.modelopt import format_for
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
@@ -237,3 +239,19 @@ def test_a_folder_of_others_is_not_detected_as_it(tmp_path):
     with pytest.raises(ValueError, match=r"no checkpoint format .awq.: expected one of .*modelopt"):
         checkpoints.convert(tmp_path / "src", tmp_path / "dst", to="awq")
     assert content(tmp_path / "src")
+
+
+@pytest.mark.parametrize("kind, stored", [("mixtral", (3, 48, 32)), ("llama4", (3, 32, 48))])
+def test_experts_of_either_layout(tmp_path, kind, stored):
+    name, experts = "experts.gate_up_proj", quantize_experts(torch.randn(3, 48, 64, dtype=torch.bfloat16))
+    format_for({"model_type": kind}).write(
+        InMemory({name: experts}, {"model_type": kind}), tmp_path / "a", progress=False
+    )
+    assert load_file(tmp_path / "a/model.safetensors")[name].shape == stored
+    with checkpoints.read(tmp_path / "a") as read:
+        assert same_parts(read.linear(name), parts_of(experts))
+
+
+def test_input_scales_of_some_weights_alone(w4a4):
+    missing = f"{Q_PROJ}.input_scale"
+    assert_refused(w4a4, lambda tensors: tensors.pop(missing), rf"{missing} is missing: .*but other weights do")

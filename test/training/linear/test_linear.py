@@ -330,3 +330,9 @@ def test_invalid_arguments_raise(x, options, kind, message):
 def test_a_weight_of_another_dtype_raises_under_autocast(recipe):
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=r"not a weight of torch\.float64"):
         training.linear(torch.ones(2, 16), WEIGHT.double(), recipe=recipe)
+
+
+def test_autocast_of_the_function():
+    x, w = torch.randn(4, 32), torch.randn(16, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert training.linear(x, w).dtype == torch.bfloat16

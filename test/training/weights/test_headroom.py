@@ -35,6 +35,14 @@ def test_headroom_keeps_the_values_and_lets_a_weight_grow_eightfold():
     assert 6 < net.weight.dequantize().abs().max() / before.abs().max() < 16
 
 
+def test_headroom_rounds_the_power_up():
+    w = to_nvfp4_parameters(nn.Linear(32, 32, bias=False)).weight
+    w.data.scale.copy_(w.scale.float().clamp(max=256))
+    assert w.scale.float().max() == 256
+    coded_moments.make_headroom(w)
+    assert w.scale.float().max() == 32  # 64 could not grow eightfold
+
+
 def write(net, new):
     with torch.no_grad():
         net.weight.copy_(new)

@@ -10,6 +10,7 @@ from torch import nn
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, training
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.training import NVFP4Optimizer, to_nvfp4_parameters, write_back
+from nvfp4_tensor.training.weights import error_feedback
 
 pytestmark = pytest.mark.slow
 
@@ -290,3 +291,14 @@ def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded():
     assert after["param_groups"] == before["param_groups"]
     assert torch.equal(after["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
     train(net, optimizer, 1)
+
+
+@pytest.mark.parametrize("lr, factor", [(0.2, 0.5), (0.05, 1.0)])
+def test_errors_in_the_momentum_shrink_where_the_rate_rises(lr, factor):
+    state = {}
+    group = {"lr": 0.1, "momentum": 0.5}
+    state["momentum_buffer"] = torch.zeros(2)
+    error_feedback.add_error(state, torch.ones(2), group)
+    assert torch.equal(state["momentum_buffer"], torch.full((2,), (1 - 1 / 0.5) / 0.1))
+    error_feedback.shrink_momentum(state, {**group, "lr": lr})
+    assert torch.allclose(state["momentum_buffer"], torch.full((2,), -10 * factor))

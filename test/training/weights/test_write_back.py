@@ -251,3 +251,12 @@ def test_errors(w, options, message):
 def test_empty():
     w = quantize(torch.empty(0, 32))
     assert isinstance(write_back(w, torch.empty(0, 32), rng_state=rng(1)), NVFP4Tensor)
+
+
+def test_a_scale_that_cannot_halve_exactly_stays():
+    w = quantize(torch.full((1, 32), 6.0), amax=2688.0)
+    w.qdata[:, 8:], w.scale.view(-1)[1] = 0x11, 3 * 2.0**-9  # a block of 0.5 times three of e4m3's smallest steps
+    w.scale.view(-1)[0] = 448
+    new = write_back(w, torch.zeros(1, 32), round_mode="rne")
+    assert torch.equal(values(new), values(w)) and values(w)[0, 16] == 0.5 * 3 * 2**-9
+    assert torch.equal(new.unswizzled_scale().float(), w.unswizzled_scale().float())

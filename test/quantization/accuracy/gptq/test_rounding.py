@@ -80,13 +80,13 @@ def test_row_scales_are_those_of_each_row_alone(spec):
 def test_it_is_the_textbook_algorithm():
     """Optimal brain quantization in its first form: the inverse of the rest of H, recomputed for each column."""
     torch.manual_seed(0)
-    w, x = torch.randn(4, 48), correlated(400, 48)
+    w, x = torch.randn(4, 160), correlated(1000, 160)  # 128 columns are rounded before the others change
     hessian = x.T @ x
     spec, amax = QuantizeSpec(), w.abs().amax()
     factor = Factor.of(hessian, 0.01, act_order=True)
     own = round_weight(w, factor, spec, amax)
-    damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(48, dtype=torch.float64)
-    left, decoded = w.double().clone(), torch.empty(4, 48, dtype=torch.float64)
+    damped = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(160, dtype=torch.float64)
+    left, decoded = w.double().clone(), torch.empty(4, 160, dtype=torch.float64)
     scale = own.unswizzled_scale().float().double() * own.per_tensor_scale.double()
     order = factor.order.tolist()
     for i, column in enumerate(order):
