@@ -3,15 +3,10 @@
 // its weight in memory, "in a chain" one of many in a CUDA graph (benchmarks/matmul.py).
 //
 // Costs are in cycles of a multiprocessor. They serve to compare plans of one product, so a common factor, such as a
-// clock that falls under load, does not matter. benchmarks/fit_costs.py shows how far they are from what was measured.
+// clock that falls under load, does not matter.
 #pragma once
 
 #include <cstdint>
-
-// benchmarks/fit_costs.py defines it as `inline`, and then changes one cost after the other.
-#ifndef NVFP4_COST
-#define NVFP4_COST inline constexpr
-#endif
 
 namespace nvfp4 {
 namespace costs {
@@ -44,8 +39,8 @@ inline constexpr int kFewRowsOfExpert = 4;
 
 // What decoding w and then cuBLASLt take. Of 8 products of weights of 1.8 to 4.2 million elements and 512 to 8192 rows,
 // in chains, 6 are faster so, by 1 to 23 %; these costs choose them, and one that takes 4 % longer so.
-NVFP4_COST int kDecodeCycles = 7000;            // another launch, and w written and read again
-NVFP4_COST int kDecodedPerKilocycle = 940'000;  // elements of w
+inline constexpr int kDecodeCycles = 7000;            // another launch, and w written and read again
+inline constexpr int kDecodedPerKilocycle = 940'000;  // elements of w
 // cuBLASLt's tiles, each with what its size makes it slower than the tensor cores, which for one more row of w by one
 // of x take K / 2048 cycles.
 struct DenseTile {

@@ -7,9 +7,9 @@
 namespace nvfp4 {
 namespace costs {
 
-NVFP4_COST int kFewCycles = 2500;           // a launch in a chain, and its end
-NVFP4_COST int kFewTileCycles = 2900;       // 16 rows of w by what 16 warps have of K
-NVFP4_COST int kFewXPerKilocycle = 62'000;  // elements of x, which every block reads ahead of w
+inline constexpr int kFewCycles = 2500;           // a launch in a chain, and its end
+inline constexpr int kFewTileCycles = 2900;       // 16 rows of w by what 16 warps have of K
+inline constexpr int kFewXPerKilocycle = 62'000;  // elements of x, which every block reads ahead of w
 
 }  // namespace costs
 }  // namespace nvfp4

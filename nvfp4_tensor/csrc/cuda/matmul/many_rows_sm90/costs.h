@@ -15,22 +15,22 @@ using many_rows::Tiles;
 using many_rows::X;
 
 // Tiles in runs (stream-K): a cut tile's sums are written once and read for each run.
-NVFP4_COST int kWaitCycles = 5000;      // of a cut tile, for the blocks that have its other parts
-NVFP4_COST double kSumsPerCycle = 5.5;  // that go through memory
-NVFP4_COST double kWriteCycles = 7.7;   // a token of a whole tile: its epilogue, while no products run
+inline constexpr int kWaitCycles = 5000;      // of a cut tile, for the blocks that have its other parts
+inline constexpr double kSumsPerCycle = 5.5;  // that go through memory
+inline constexpr double kWriteCycles = 7.7;   // a token of a whole tile: its epilogue, while no products run
 // Where cut tiles read more of x than the cache keeps, it is read again for each offset in K that blocks are at
 // concurrently: 576 x 7168 by 4096 rows, 80 tiles, takes 89 us in 132 runs and 63 in 120, 3584 x 18944 by 4096 882, in
 // 128 795.
 inline constexpr int64_t kCacheBytes = 28 << 20;
-NVFP4_COST int kMissedPerCycle = 3800;  // bytes
+inline constexpr int kMissedPerCycle = 3800;  // bytes
 
 // Tiles that blocks share (split-K). Of 256 rows of w half as many sums a cycle: those warps have fewer registers.
-NVFP4_COST int kShareCycles = 3000;            // until the other blocks' sums are there
-NVFP4_COST double kSharedSumsPerCycle = 1.85;  // of 128 rows of w
+inline constexpr int kShareCycles = 3000;            // until the other blocks' sums are there
+inline constexpr double kSharedSumsPerCycle = 1.85;  // of 128 rows of w
 
 // The kernel before that permutes x.
-NVFP4_COST int kPermuteCycles = 500;
-NVFP4_COST int kPermutedPerCycle = 1000;  // elements of x
+inline constexpr int kPermuteCycles = 500;
+inline constexpr int kPermutedPerCycle = 1000;  // elements of x
 
 // A kernel, by its tile of y, and what a stage of 128 elements of K takes of it.
 struct ManyRowsKernel {
@@ -51,7 +51,7 @@ struct ManyRowsKernel {
 // likewise with A in shared memory, with one warpgroup or four, with each product between a few of them; 1126 where one
 // warpgroup is kept from the one while another does the other. So what counts is instructions: 190 a warp and stage
 // where x is permuted, 120 of them to decode, 310 where it lies as it is.
-NVFP4_COST ManyRowsKernel kManyRowsKernels[] = {
+inline constexpr ManyRowsKernel kManyRowsKernels[] = {
     {128, 32, X::kPermutedBefore, Tiles::kInRuns, 790, false},
     {256, 32, X::kPermutedBefore, Tiles::kInRuns, 1260, true},
     {256, 64, X::kPermutedBefore, Tiles::kInRuns, 1445, true},
