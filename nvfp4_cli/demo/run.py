@@ -21,10 +21,10 @@ from nvfp4_cli.results import size_of
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor._compat.torchao_import import quietly
 from nvfp4_tensor.checkpoints.models.opening import open_model
-from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.testing.model_quality import perplexity
 
 with quietly():
+    from torchao.core.config import AOBaseConfig
     from torchao.quantization import quantize_
 
 TOKENS, WINDOW = 4096, 1024
@@ -120,7 +120,9 @@ def round_trip(model: nn.Module, tokens: Tensor) -> RoundTrip:
     ``mismatched_scales="keep"`` keeps the codes. For a server, :func:`checkpoints.quantize` gives q, k and v one
     per-tensor scale.
     """
-    quantize_(model, NVFP4WeightOnlyConfig(four_over_six=True), filter_fn=is_quantized_layer)
+    config = RECIPES[ROUND_TRIP]
+    assert isinstance(config, AOBaseConfig)
+    quantize_(model, config, filter_fn=is_quantized_layer)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "SmolLM2-NVFP4"
         start = time.perf_counter()

@@ -141,6 +141,8 @@ def run_recipe(
         advance(work.token)
 
     continuation = greedy(model, prompt, new_tokens, end_token, tick)
+    later = times[1:]  # the first token's time is the prompt's
+    rate = (len(later) - 1) / (later[-1] - later[0]) if len(later) > 1 else 0.0
     native = native_speed(model, prompt, new_tokens)
     advance(work.native)
     return Row(
@@ -149,9 +151,7 @@ def run_recipe(
         model_bytes=size,
         model_bits_per_weight=8 * size / sum(parameter.numel() for parameter in model.parameters()),
         linear_bits_per_weight=bits_per_weight(model, is_quantized_layer),
-        tokens_per_second=(len(times) - 2) / (times[-1] - times[1])
-        if len(times) > 2
-        else 0.0,  # the first is the prompt's
+        tokens_per_second=rate,
         native_tokens_per_second=native,
         quantization_seconds=seconds,
         continuation=decode(continuation),
