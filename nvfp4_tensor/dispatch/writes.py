@@ -68,8 +68,12 @@ def write_codes(func: Op, t: NVFP4Tensor, source: NVFP4Tensor) -> None:
     is_traced = type(window.stored.qdata) is not Tensor
     if source._stored().qdata.untyped_storage()._cdata == window.stored.qdata.untyped_storage()._cdata:
         source = source.clone()  # it may overlap the window
-    if source.per_tensor_scale is not t.per_tensor_scale and is_traced:
-        check_writable(func, t, new_scale=True)
+    if source.per_tensor_scale is not t.per_tensor_scale and is_traced and not window.has_own_scales():
+        raise unsupported(
+            func,
+            "a graph cannot compare the source's per-tensor scale with the one that this slice shares with its tensor",
+            "write outside of the compiled function, or copy_ the full tensor",
+        )
     count_write(t)
     if source.per_tensor_scale is t.per_tensor_scale or (
         not is_traced and torch.equal(_row_scale(t), _row_scale(source))

@@ -251,6 +251,20 @@ def test_unsupported_in_a_graph_is_a_runtime_error_with_the_message(call, messag
         assert message in str(error.value) and (function is call or "got UnsupportedError(" in str(error.value))
 
 
+def test_codes_into_a_slice_with_a_shared_scale_are_refused_in_a_graph_alone():
+    t, source = (quantize(torch.randn(300, 64), amax=6.0) for _ in range(2))
+
+    def write(t, source):
+        t[128:256].copy_(source[:128])
+
+    before = t.dequantize()
+    with pytest.raises(RuntimeError, match="write outside of the compiled function"):
+        torch.compile(write, fullgraph=True, backend="aot_eager")(t, source)
+    assert torch.equal(t.dequantize(), before)
+    write(t, source)
+    assert torch.equal(t[128:256].dequantize(), source[:128].dequantize())
+
+
 STALE = """
 import torch
 from nvfp4_tensor import quantize
