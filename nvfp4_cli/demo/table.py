@@ -141,8 +141,6 @@ def run_recipe(
         advance(work.token)
 
     continuation = greedy(model, prompt, new_tokens, end_token, tick)
-    later = times[1:]  # the first token's time is the prompt's
-    rate = (len(later) - 1) / (later[-1] - later[0]) if len(later) > 1 else 0.0
     native = native_speed(model, prompt, new_tokens)
     advance(work.native)
     return Row(
@@ -151,7 +149,7 @@ def run_recipe(
         model_bytes=size,
         model_bits_per_weight=8 * size / sum(parameter.numel() for parameter in model.parameters()),
         linear_bits_per_weight=bits_per_weight(model, is_quantized_layer),
-        tokens_per_second=rate,
+        tokens_per_second=_rate(times[1:]),
         native_tokens_per_second=native,
         quantization_seconds=seconds,
         continuation=decode(continuation),
@@ -165,13 +163,29 @@ def native_speed(model: nn.Module, prompt: Tensor, count: int) -> float | None:
     except (TypeError, ValueError):
         return None
 
-    def seconds(count: int) -> float:
-        start = time.perf_counter()
-        natively.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False)
-        return time.perf_counter() - start
+    ticks = _Ticks()
+    for new_tokens in (2, count + 1):  # the first run warms up
+        ticks.times.clear()
+        natively.generate(prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, streamer=ticks)
+    return _rate(ticks.times[1:])  # the first tick is the prompt's own
 
-    seconds(2)
-    return count / (seconds(count + 2) - seconds(2))
+
+class _Ticks:
+    """A streamer of transformers that keeps the time of each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def _rate(times: Sequence[float]) -> float:
+    """Return the tokens per second that followed the first, 0 without any: its time is the prompt's."""
+    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
 
 
 @torch.no_grad()
