@@ -198,16 +198,21 @@ def write_sources(out: Path) -> None:
 
 
 def build_toml(out: Path) -> str:
-    """Return build.toml. A file of an instruction set is a kernel of its own, because flags are per kernel."""
+    """Return build.toml. A kernel is a set of flags: the kernels.cpp of each instruction set, and files beyond it."""
     sources = sorted(path.relative_to(out).as_posix() for path in (out / "csrc").rglob("*") if path.is_file())
     headers = [path for path in sources if path.endswith((".h", ".cuh")) and "/cuda/" not in path]
-    cpu = [path for path in sources if path.endswith(".cpp")]
+    cpu = [path for path in sources if path.endswith(".cpp") and "neon" not in path]
+    each = [path for path in cpu if path.endswith("/kernels.cpp")]
     common = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-DNVFP4_OPS=TORCH_EXTENSION_NAME"]
     avx512 = [f"-mavx512{each}" for each in ("f", "bw", "vl", "dq", "vbmi")] + ["-mfma", "-mf16c"]
-    flags = {"avx2": ["-mavx2", "-mfma", "-mf16c"], "avx512": avx512, "avx512_bf16": [*avx512, "-mavx512bf16"]}
-    kernels = {"cpu": ("cpu", [path for path in cpu if Path(path).stem not in flags and "neon" not in path], [])}
-    for name, extra in flags.items():
-        kernels[f"cpu_{name}"] = ("cpu", [path for path in cpu if Path(path).stem == name], extra)
+    bf16 = [path for path in cpu if Path(path).stem == "avx512_bf16"]
+    kernels = {
+        "cpu": ("cpu", [path for path in cpu if path not in each + bf16], []),
+        "cpu_portable": ("cpu", each, ["-DNVFP4_ISA=portable"]),
+        "cpu_avx2": ("cpu", each, ["-DNVFP4_ISA=avx2", "-mavx2", "-mfma", "-mf16c"]),
+        "cpu_avx512": ("cpu", each, ["-DNVFP4_ISA=avx512", *avx512]),
+        "cpu_avx512_bf16": ("cpu", bf16, [*avx512, "-mavx512bf16"]),
+    }
     lines = [
         "[general]", f'name = "{NAME}"', f"version = {VERSION}", "edition = 5", f'license = "{LICENSE}"',
         'backends = ["cpu", "cuda"]', "", "[general.hub]", f'repo-id = "nvfp4-tensor/{NAME}"', "",

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "cpu/attention/codes.h"
+#include "cpu/host/instruction_set.h"
 #include "cpu/host/memory.h"
 #include "numerics/e4m3.h"
 

@@ -5,19 +5,11 @@
 #include <vector>
 
 #include "cpu/attention/codes.h"
+#include "cpu/host/instruction_set.h"
 #include "cpu/host/memory.h"
 #include "cpu/host/work_stealing.h"
-#include "cpu/matmul/choice.h"
 
 namespace nvfp4 {
-
-const AttendKernels& attend_kernels() {
-  const std::string_view name = Choice::current().wide_name;
-  const AttendKernels* found = name == "avx512" ? avx512_attend_kernels()
-                               : name == "avx2" ? avx2_attend_kernels()
-                                                : nullptr;
-  return found ? *found : portable_attend_kernels();
-}
 
 namespace {
 
@@ -86,7 +78,7 @@ std::vector<RowBlock> row_blocks(const Context& c) {
 }
 
 Tensor run(const Context& c) {
-  const AttendKernels& kernels = attend_kernels();
+  const AttendKernels& kernels = instruction_set().compiled.attend;
   Tensor y = empty({c.batch, c.heads, c.tokens, c.value_size}, c.q.scalar_type());
   const std::vector<RowBlock> blocks = row_blocks(c);
   if (blocks.empty() || !y.numel()) return y;

@@ -248,7 +248,5 @@ inline void finish(const float* sums, const float* most, const float* total, int
   }
 }
 
-constexpr AttendKernels kAttendKernels = {attend, finish};
-
 }  // namespace
 }  // namespace nvfp4::NVFP4_ISA

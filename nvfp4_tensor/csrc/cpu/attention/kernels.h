@@ -70,8 +70,4 @@ struct AttendKernels {
                  int64_t row_step, int64_t size, bool sees_any, Dtype, void* out, float* scratch);
 };
 
-const AttendKernels& portable_attend_kernels();
-const AttendKernels* avx2_attend_kernels();  // null where the build has none
-const AttendKernels* avx512_attend_kernels();
-
 }  // namespace nvfp4

@@ -121,7 +121,5 @@ inline void attend_head(const Attention& a, int64_t head, float* scratch) {
   sum_values(a, scores, 1.0f / sum, a.values + at, v, a.out + head * a.dim);
 }
 
-constexpr RowKernels kRowKernels = {add_row, norm_row, gate_row, attend_head, multiply_rows};
-
 }  // namespace
 }  // namespace nvfp4::NVFP4_ISA

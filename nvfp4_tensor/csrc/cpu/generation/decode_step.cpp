@@ -8,9 +8,9 @@
 
 #include "cpu/generation/blocks.h"
 #include "cpu/generation/routing.h"
+#include "cpu/host/instruction_set.h"
 #include "cpu/host/memory.h"
 #include "cpu/host/work_stealing.h"
-#include "cpu/matmul/choice.h"
 
 namespace nvfp4 {
 namespace {
@@ -344,12 +344,13 @@ Tensor decode_step(const Tensor& x, const std::vector<Tensor>& weights, const Te
                    const std::vector<Tensor>& keys, const std::vector<Tensor>& values, const std::vector<Tensor>& cos,
                    const std::vector<Tensor>& sin, int64_t position) {
   Model model(x, weights, kinds, numbers, keys, values, cos, sin, position);
-  const Choice choice = Choice::current();
-  const RowKernels& rows = row_kernels();
+  const InstructionSet& set = instruction_set();
+  const RowKernels& rows = set.compiled.rows;
   Tensor y = empty({1, model.hidden}, ScalarType::BFloat16);
   Bf16* out = static_cast<Bf16*>(y.mutable_data_ptr());
-  if (choice.bf16 && decode(model, choice.bf16->few, rows, out)) return y;
-  if (!decode(model, choice.wide->few, rows, out)) decode(model, choice.wide->many, rows, out);
+  if (set.bf16 && decode(model, set.bf16->few, rows, out)) return y;
+  const ProductKernels& products = set.compiled.products;
+  if (!decode(model, products.few, rows, out)) decode(model, products.many, rows, out);
   return y;
 }
 

@@ -1,19 +1,10 @@
 // nvfp4.linear_row on the CPU: a dense output layer for one token.
 #include "cpu/generation/blocks.h"
+#include "cpu/host/instruction_set.h"
 #include "cpu/host/memory.h"
 #include "cpu/host/work_stealing.h"
-#include "cpu/matmul/choice.h"
 
 namespace nvfp4 {
-
-const RowKernels& row_kernels() {
-  const std::string_view name = Choice::current().wide_name;
-  const RowKernels* found = name == "avx512" ? avx512_row_kernels()
-                            : name == "avx2" ? avx2_row_kernels()
-                            : name == "neon" ? neon_row_kernels()
-                                             : nullptr;
-  return found ? *found : portable_row_kernels();
-}
 
 namespace {
 
@@ -26,7 +17,7 @@ Tensor linear_row(const Tensor& x, const Tensor& w) {
   const Bf16 *from = row_of(x, "x", size), *weight = row_of(w, "w", rows * size);
   Tensor y = empty({1, rows}, ScalarType::BFloat16);
   Bf16* out = static_cast<Bf16*>(y.mutable_data_ptr());
-  const RowKernels& kernels = row_kernels();
+  const RowKernels& kernels = instruction_set().compiled.rows;
   const int64_t workers = torch::stable::get_num_threads();
   Claims claims(ceil_div(rows, kHeadRows), workers);
   const auto work = [&](int64_t worker, int64_t) {

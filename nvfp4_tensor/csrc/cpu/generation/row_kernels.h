@@ -67,11 +67,4 @@ struct RowKernels {
   void (*multiply)(const Bf16* x, const Bf16* w, const Bf16* bias, int64_t size, Bf16* y, int64_t begin, int64_t end);
 };
 
-const RowKernels& portable_row_kernels();
-const RowKernels* avx2_row_kernels();  // null where the build has none
-const RowKernels* avx512_row_kernels();
-const RowKernels* neon_row_kernels();
-
-const RowKernels& row_kernels();  // what this process uses
-
 }  // namespace nvfp4

@@ -1,12 +1,12 @@
 // AMX's registers are 8 KiB of state a thread, which Linux saves only for processes that have asked for it.
 #include "cpu/host/amx.h"
 
-#include "cpu/host/kernels.h"
-
 #if defined(NVFP4_HAS_AMX) && !defined(NVFP4_EMULATE_AMX)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <cstdint>
 
 namespace nvfp4 {
 namespace {
@@ -41,22 +41,3 @@ namespace nvfp4 {
 bool amx_is_granted() { return false; }
 }  // namespace nvfp4
 #endif
-
-namespace nvfp4 {
-
-const Kernels* amx_kernels() {
-#if defined(NVFP4_EMULATE_AMX)
-  const Kernels* base = &portable_kernels();
-#else
-  const Kernels* base = avx512_bf16_kernels();
-#endif
-  if (!base || !amx_is_granted()) return nullptr;
-  static const Kernels named = [&] {
-    Kernels kernels = *base;
-    kernels.name = "amx";
-    return kernels;
-  }();
-  return &named;
-}
-
-}  // namespace nvfp4

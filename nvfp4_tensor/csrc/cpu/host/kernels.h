@@ -65,7 +65,6 @@ struct Encoded {
 constexpr int64_t kPairRows = kGroupElements, kPairColumns = 512;
 
 struct Kernels {
-  const char* name;
   // Bits of the largest finite magnitude; maxima of bits are maxima of values.
   uint32_t (*amax)(const Matrix&, int sign, int64_t begin, int64_t end);
   void (*amax_pair)(const Matrix&, int sign, int64_t begin, int64_t end, uint32_t* row, uint32_t* column);
@@ -80,14 +79,5 @@ struct Kernels {
   void (*fake_quantize)(const Matrix&, const Plan&, const float* factor, Dtype, void* out, int64_t columns,
                         int64_t begin, int64_t end);
 };
-
-const Kernels& portable_kernels();
-const Kernels* avx2_kernels();  // null where the build has none
-const Kernels* avx512_kernels();
-const Kernels* avx512_bf16_kernels();  // the same, where products also have bfloat16 instructions
-const Kernels* amx_kernels();          // and AMX's tiles
-const Kernels* neon_kernels();
-const Kernels* neon_bf16_kernels();
-const Kernels& kernels();  // what this process uses
 
 }  // namespace nvfp4

@@ -3,7 +3,7 @@
 
 #if defined(__AVX512BF16__)
 #define NVFP4_ISA avx512
-#include "cpu/simd/products_avx512.h"
+#include "cpu/simd/products/avx512.h"
 //
 #include "cpu/matmul/bf16.h"
 #include "cpu/matmul/many.h"

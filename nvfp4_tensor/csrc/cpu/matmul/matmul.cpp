@@ -6,9 +6,10 @@
 #include <vector>
 
 #include "arguments.h"
+#include "cpu/host/instruction_set.h"
 #include "cpu/host/memory.h"
 #include "cpu/host/work_stealing.h"
-#include "cpu/matmul/choice.h"
+#include "cpu/matmul/products.h"
 #include "ops.h"
 #include "plans_printed.h"
 
@@ -70,13 +71,13 @@ bool multiply(const NamedKernel& chosen, const Product& p, const char* instructi
 }
 
 void multiply(const Product& p) {
-  const Choice choice = Choice::current();
+  const InstructionSet& set = instruction_set();
   const bool is_bf16 = p.x_dtype == Dtype::kBf16, is_fp16 = p.x_dtype == Dtype::kFp16;
-  const ProductKernels* narrow = is_bf16 ? choice.bf16 : is_fp16 ? choice.fp16 : nullptr;
-  const char* narrow_name = is_bf16 ? choice.bf16_name : choice.fp16_name;
+  const ProductKernels *narrow = is_bf16 ? set.bf16 : is_fp16 ? set.fp16 : nullptr, &wide = set.compiled.products;
+  const char* narrow_name = is_bf16 ? set.name : "neon_fp16";
   if (narrow && !p.summand_factors && multiply(NamedKernel::of(*narrow, p), p, narrow_name)) return;
-  if (multiply(NamedKernel::of(*choice.wide, p), p, choice.wide_name)) return;
-  multiply({choice.wide->many, "many", "the few rows would overflow before their block scales"}, p, choice.wide_name);
+  if (multiply(NamedKernel::of(wide, p), p, set.compiled.name)) return;
+  multiply({wide.many, "many", "the few rows would overflow before their block scales"}, p, set.compiled.name);
 }
 
 // --- arguments -------------------------------------------------------------------------------------------------------

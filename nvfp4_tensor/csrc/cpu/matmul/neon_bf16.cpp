@@ -3,7 +3,7 @@
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define NVFP4_ISA neon_bf16
-#include "cpu/simd/products_neon_bf16.h"
+#include "cpu/simd/products/neon_bf16.h"
 //
 #include "cpu/host/arm_features.h"
 #include "cpu/matmul/many.h"

@@ -3,7 +3,7 @@
 
 #if defined(__ARM_FEATURE_FP16_FML)
 #define NVFP4_ISA neon_fp16
-#include "cpu/simd/products_neon_fp16.h"
+#include "cpu/simd/products/neon_fp16.h"
 //
 #include "cpu/host/arm_features.h"
 #include "cpu/matmul/many.h"

@@ -79,13 +79,10 @@ struct ProductKernels {
   ProductKernel few, many, across;
 };
 
-const ProductKernels& portable_products();
-const ProductKernels* avx2_products();  // null where the build has none
-const ProductKernels* avx512_products();
+// Beside those of an instruction set; null where the build or the CPU has none.
 const ProductKernels* avx512_bf16_products();  // for x in bfloat16
 const ProductKernels* amx_products();          // for x in bfloat16, where the process may use AMX
-const ProductKernels* neon_products();
-const ProductKernels* neon_bf16_products();  // for x in bfloat16, where the CPU has BFDOT and BFMMLA
-const ProductKernels* neon_fp16_products();  // for x in float16, where it has FMLAL
+const ProductKernels* neon_bf16_products();    // for x in bfloat16, where the CPU has BFDOT and BFMMLA
+const ProductKernels* neon_fp16_products();    // for x in float16, where it has FMLAL
 
 }  // namespace nvfp4

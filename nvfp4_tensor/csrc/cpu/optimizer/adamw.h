@@ -260,8 +260,4 @@ void step(const AdamwStep& a, int64_t begin, int64_t end) {
       });
 }
 
-inline constexpr OptimizerKernels kOptimizerKernels = {[](const AdamwStep& a, int64_t begin, int64_t end) {
-  a.grad_dtype == Dtype::kFloat ? step<float>(a, begin, end) : step<Bf16>(a, begin, end);
-}};
-
 }  // namespace nvfp4::NVFP4_ISA

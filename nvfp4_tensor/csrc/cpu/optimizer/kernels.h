@@ -11,9 +11,4 @@ struct OptimizerKernels {
   void (*step)(const AdamwStep&, int64_t begin, int64_t end);
 };
 
-const OptimizerKernels& portable_optimizer_kernels();
-const OptimizerKernels* avx2_optimizer_kernels();  // null where the build has none
-const OptimizerKernels* avx512_optimizer_kernels();
-const OptimizerKernels* neon_optimizer_kernels();
-
 }  // namespace nvfp4

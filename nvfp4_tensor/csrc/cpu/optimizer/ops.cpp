@@ -1,7 +1,7 @@
 // torch.ops.nvfp4.adamw_step, adamw_step_codes and adamw_step_vector on the CPU.
 #include <algorithm>
-#include <string>
 
+#include "cpu/host/instruction_set.h"
 #include "cpu/optimizer/kernels.h"
 #include "optimizer.h"
 
@@ -11,22 +11,10 @@ namespace {
 constexpr int64_t kGroupsPerThread = 64;      // 16,384 elements, some 20 us
 constexpr int64_t kElementsPerThread = 1024;  // of float32 moments, as long
 
-// Of the instruction set that all kernels of this process use.
-const OptimizerKernels& optimizer_kernels() {
-  static const OptimizerKernels& chosen = [&]() -> const OptimizerKernels& {
-    const std::string name = kernels().name;
-    if (name.rfind("avx512", 0) == 0) return *avx512_optimizer_kernels();
-    if (name.rfind("avx2", 0) == 0) return *avx2_optimizer_kernels();
-    if (name.rfind("neon", 0) == 0) return *neon_optimizer_kernels();
-    return portable_optimizer_kernels();
-  }();
-  return chosen;
-}
-
 void run(const AdamwStep& a) {
   const int64_t blocks = a.rows * a.blocks, groups = ceil_div(blocks, kGroupBlocks);
   const auto work = [&](int64_t begin, int64_t end) {
-    optimizer_kernels().step(a, begin * kGroupBlocks, std::min(end * kGroupBlocks, blocks));
+    instruction_set().compiled.optimizer.step(a, begin * kGroupBlocks, std::min(end * kGroupBlocks, blocks));
   };
   if (groups <= kGroupsPerThread) {
     if (groups) work(0, groups);

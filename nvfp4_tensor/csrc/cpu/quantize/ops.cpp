@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "arguments.h"
-#include "cpu/host/kernels.h"
+#include "cpu/host/instruction_set.h"
 #include "cpu/host/memory.h"
 #include "numerics/eden.h"
 #include "ops.h"

@@ -297,6 +297,15 @@ inline F e2m1_numbers(I codes) {
 }
 inline F e2m1_values(I codes) { return e2m1_numbers<0>(codes); }
 
+// 32 bytes, 64 codes, as two pairs: even, odd, even, odd.
+inline void code_pairs(const uint8_t* bytes, F* out) {
+  for (int pair = 0; pair < 2; ++pair) {
+    I even, odd;
+    load_codes(bytes + 16 * pair, even, odd);
+    out[2 * pair] = e2m1_values(even), out[2 * pair + 1] = e2m1_values(odd);
+  }
+}
+
 constexpr bool kDecodesByTable = true;
 inline void lookup_pair(const uint8_t* codes, const uint16_t* first_row, const uint16_t* second_row, void* out) {
   const uint8x16_t both = vld1q_u8(codes), even = vandq_u8(both, vdupq_n_u8(15)), odd = vshrq_n_u8(both, 4);

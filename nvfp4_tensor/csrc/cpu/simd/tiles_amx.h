@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/simd/decoded_words.h"
-#include "cpu/simd/products_avx512.h"
+#include "cpu/simd/products/avx512.h"
 
 namespace nvfp4::avx512 {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "cpu/simd/decoded_words.h"
-#include "cpu/simd/products_portable.h"
+#include "cpu/simd/products/portable.h"
 
 namespace nvfp4::portable {
 namespace {

@@ -1,9 +1,9 @@
 // The arithmetic of bfloat16 for the product kernels: two numbers a word, on NEON with BFDOT and BFMMLA.
 #pragma once
 
-#include "cpu/simd/products_neon.h"
+#include "cpu/simd/products/neon.h"
 //
-#include "cpu/simd/products_neon_16bit.h"
+#include "cpu/simd/products/neon_16bit.h"
 
 namespace nvfp4::NVFP4_ISA {
 namespace {

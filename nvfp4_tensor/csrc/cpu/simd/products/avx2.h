@@ -15,7 +15,7 @@ constexpr int few_rows(int x) {
 }
 constexpr int kMostFewFloatRows = 8;  // 8 rows of 4096^2: few 5.4 ms of one thread, many 6.6; 16 rows: 10.1 and 6.6
 
-constexpr float kCodeFactor = 256.0f;  // see products_avx512.h
+constexpr float kCodeFactor = 256.0f;  // see products/avx512.h
 
 inline F multiply_add(F a, F b, F c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};

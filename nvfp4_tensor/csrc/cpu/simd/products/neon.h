@@ -13,7 +13,7 @@ constexpr int kFewX = 4;
 constexpr int few_rows(int x) { return x > 2 ? 1 : 2; }
 constexpr int kMostFewFloatRows = 8;
 
-constexpr int kCodeExponent = 8;  // see products_avx512.h
+constexpr int kCodeExponent = 8;  // see products/avx512.h
 constexpr float kCodeFactor = 1 << kCodeExponent;
 
 inline F multiply_add(F a, F b, F c) { return fma(a, b, c); }

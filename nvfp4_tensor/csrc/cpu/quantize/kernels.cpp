@@ -1,6 +1,8 @@
 // The CPU kernels, written once on the vocabulary of a header of simd/ and compiled once for each instruction set.
-#pragma once
-
+#include "cpu/host/instruction_set.h"
+// clang-format off
+#include NVFP4_STRING(cpu/simd/NVFP4_ISA.h)
+// clang-format on
 #include "cpu/quantize/amax.h"
 #include "cpu/quantize/decode.h"
 #include "cpu/quantize/pair.h"
@@ -16,8 +18,7 @@ auto with_dtype(Dtype dtype, Function f) {
   }
 }
 
-inline constexpr Kernels kKernels = {
-    NVFP4_STRING(NVFP4_ISA),
+extern const Kernels kKernels = {
     [](const Matrix& x, int sign, int64_t begin, int64_t end) {
       return with_dtype(x.dtype, [&](auto t) { return amax_groups<decltype(t)>(x, sign, begin, end); });
     },

@@ -1,9 +1,9 @@
 // The arithmetic of float16 for few rows: two numbers a word, on NEON with FMLAL.
 #pragma once
 
-#include "cpu/simd/products_neon.h"
+#include "cpu/simd/products/neon.h"
 //
-#include "cpu/simd/products_neon_16bit.h"
+#include "cpu/simd/products/neon_16bit.h"
 
 namespace nvfp4::NVFP4_ISA {
 namespace {

@@ -1,0 +1,12 @@
+// Attention to codes, compiled once for each instruction set.
+#include "cpu/host/instruction_set.h"
+// clang-format off
+#include NVFP4_STRING(cpu/simd/products/NVFP4_ISA.h)
+// clang-format on
+#include "cpu/attention/attend.h"
+
+namespace nvfp4::NVFP4_ISA {
+
+extern const AttendKernels kAttendKernels = {attend, finish};
+
+}  // namespace nvfp4::NVFP4_ISA
