@@ -36,18 +36,16 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         float32 (rows,): x is about values * scale.
     """
     columns = x.shape[-1]
-    flat = x.reshape(-1, columns) if x.numel() else x.new_empty(x.shape[:-1].numel(), columns)
-    scale = flat.new_empty(len(flat), dtype=torch.float32)
+    flat = layout.in_rows(x)
+    scale = flat.new_ones(len(flat), dtype=torch.float32)
     values = flat.new_empty((len(flat), layout.ceil_to(columns, BLOCK)), dtype=torch.uint8)
-    step = max(_CHUNK_ELEMENTS // max(columns, 1), 1)
-    for start in range(0, len(flat), step):
-        chunk = flat[start : start + step].float()
+    for part in layout.chunks(len(flat), flat.shape[1], _CHUNK_ELEMENTS):
+        chunk = flat[part].float()
         finite = chunk.abs() <= FLOAT32_MAX
-        amax = torch.where(finite, chunk.abs(), 0.0).amax(dim=1) if columns else scale.new_zeros(len(chunk))
-        p = exponent(amax)
+        p = exponent(torch.where(finite, chunk.abs(), 0.0).amax(dim=1))
         bits = (chunk * power_of_two(-p).unsqueeze(1)).to(torch.float8_e4m3fn).view(torch.uint8)
-        values[start : start + step] = pad(torch.where(finite, bits, E4M3_NAN), (0, -columns % BLOCK))
-        scale[start : start + step] = power_of_two(p)
+        values[part] = pad(torch.where(finite, bits, E4M3_NAN), (0, -columns % BLOCK))
+        scale[part] = power_of_two(p)
     return values.view(torch.float8_e4m3fn).view(*x.shape[:-1], -1 if x.numel() else values.shape[1]), scale
 
 
@@ -69,9 +67,7 @@ def of_codes(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor) -> tuple[Te
     inverse = power_of_two(-p).unsqueeze(1)
     codes = qdata.reshape(rows, half)
     values = codes.new_empty((rows, columns))
-    step = max(_CHUNK_ELEMENTS // max(columns, 1), 1)
-    for start in range(0, rows if columns else 0, step):
-        part = slice(start, start + step)
+    for part in layout.chunks(rows, columns, _CHUNK_ELEMENTS):
         code = layout.unpack(codes[part])
         s = (scales[part] * inverse[part]).repeat_interleave(BLOCK, dim=1)
         magnitude = layout.code_values(code & 7) * s
@@ -93,9 +89,7 @@ def matmul(
     y = x.new_empty((x.shape[0], w.shape[0]), dtype=out_dtype)
     values, rows = x.float(), x_scale.unsqueeze(1)
     bias = None if bias is None else bias.expand(y.shape)
-    step = max(_CHUNK_ELEMENTS // max(w.shape[1], 1), 1)
-    for start in range(0, w.shape[0], step):
-        part = slice(start, start + step)
+    for part in layout.chunks(w.shape[0], max(w.shape[1], 1), _CHUNK_ELEMENTS):
         total = values @ w[part].float().mT * (rows * w_factor[part])
         y[:, part] = total if bias is None else total + bias[:, part].float()
     return y

@@ -40,6 +40,17 @@ def ceil_to(n: int, multiple: int) -> int:
     return (n + multiple - 1) // multiple * multiple
 
 
+def in_rows(x: Tensor) -> Tensor:
+    """Flatten the leading dimensions of x (..., K): (rows, K), also of no elements."""
+    return x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+
+
+def chunks(rows: int, columns: int, elements: int, multiple: int = 1) -> list[slice]:
+    """Split rows into slices of about ``elements`` elements, so that intermediates stay small; none of no elements."""
+    step = max(elements // max(columns, 1) // multiple, 1) * multiple
+    return [slice(start, min(start + step, rows)) for start in range(0, rows if columns else 0, step)]
+
+
 def pack(codes: Tensor) -> Tensor:
     """Pack codes 0..15, uint8 (..., K) with K even, to bytes (..., K/2), the even element in the low four bits."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)

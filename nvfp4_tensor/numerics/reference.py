@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.numerics import eden, layout, philox
 from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding
 from nvfp4_tensor.numerics.fma import fma
 from nvfp4_tensor.numerics.hadamard import hadamard
-from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_MAX, E4M3_NAN, FLOAT32_MAX
+from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_MAX, E4M3_NAN, FLOAT32_MAX, ROTATION
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 
 _CHUNK_ELEMENTS = 1 << 17
@@ -36,31 +36,12 @@ def amax(x: Tensor) -> Tensor:
 
 def row_amax(x: Tensor, hadamard_sign: int | None = None) -> Tensor:
     """Return max |x| over the finite elements of each row of x (..., K), or of its transform: float32 (rows,)."""
-    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    flat = layout.in_rows(x)
     largest = flat.new_zeros(len(flat), dtype=torch.float32)
-    step = max(_CHUNK_ELEMENTS // max(x.shape[-1], 1), 1)
-    for start in range(0, len(flat) if x.numel() else 0, step):
-        chunk = flat[start : start + step]
-        values = (chunk if hadamard_sign is None else hadamard(chunk, hadamard_sign)).float().abs()
-        largest[start : start + step] = torch.where(values <= FLOAT32_MAX, values, 0.0).amax(dim=-1)
+    for part in layout.chunks(len(flat), flat.shape[1], _CHUNK_ELEMENTS):
+        values = (flat[part] if hadamard_sign is None else hadamard(flat[part], hadamard_sign)).float().abs()
+        largest[part] = torch.where(values <= FLOAT32_MAX, values, 0.0).amax(dim=-1)
     return largest
-
-
-def philox4x32_7(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Compute Philox-4x32 with 7 rounds (Salmon et al., SC11). Inputs and outputs are 32-bit words in int64 tensors."""
-    mask = 0xFFFFFFFF
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(7):
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps, but the low 64 bits are right
-        c0, c1, c2, c3 = (
-            (product1 >> 32 & mask) ^ c1 ^ k0,
-            product1 & mask,
-            (product0 >> 32 & mask) ^ c3 ^ k1,
-            product0 & mask,
-        )
-        k0, k1 = k0 + 0x9E3779B9 & mask, k1 + 0xBB67AE85 & mask
-    return [c0, c1, c2, c3]
 
 
 def random16(
@@ -76,10 +57,7 @@ def random16(
     row = torch.arange(row0, row0 + rows, device=device).unsqueeze(1)
     column = torch.arange(col0 // BLOCK, col0 // BLOCK + blocks, device=device)
     block = row * width + column
-    seed, offset = rng_state.unbind()
-    mask = 0xFFFFFFFF
-    counter = (block & mask, block >> 32 & mask, (offset & mask).expand_as(block), torch.full_like(block, stream))
-    words = torch.stack(philox4x32_7(counter, (seed & mask, seed >> 32 & mask)), dim=-1)
+    words = philox.words(block, rng_state, stream)
     bytes_ = torch.stack([words >> shift & 0xFF for shift in (0, 8, 16, 24)], dim=-1).flatten(-2).int()
     return (bytes_ | bytes_.roll(-1, dims=-1) << 8).flatten(-2)
 
@@ -171,24 +149,17 @@ def _four_over_six_error(blocks: Tensor, bits: Tensor, s_enc: Tensor, amax: Tens
     return total
 
 
-def _squared_error(blocks: Tensor, s: Tensor, s_enc: Tensor) -> Tensor:
-    """Return sum(s) of the scale search for blocks (rows, blocks, 16) with scales s (rows, blocks)."""
-    u = blocks.abs() * block_encode(s, s_enc).unsqueeze(-1)
-    difference = layout.code_values(round_e2m1(u, RoundingMode.RNE)) - u
-    total = torch.zeros_like(s)
-    for i in range(BLOCK):
-        total = fma(difference[..., i], difference[..., i], total)
-    return total
+def _squared_error(blocks: Tensor, s: Tensor, s_enc: Tensor, weights: Tensor | None) -> Tensor:
+    """Return sum(s) of the scale search for blocks (rows, blocks, 16) with scales s (rows, blocks).
 
-
-def _weighted_error(blocks: Tensor, s: Tensor, s_enc: Tensor, weights: Tensor) -> Tensor:
-    """Return sum(s) of the weighted search: :func:`_squared_error` with column weights (blocks, 16)."""
+    weights: column weights (blocks, 16) of the squares, which are then rounded before they are added.
+    """
     u = blocks.abs() * block_encode(s, s_enc).unsqueeze(-1)
     difference = nearest_value(u) - u
-    square = difference * difference * weights
     total = torch.zeros_like(s)
     for i in range(BLOCK):
-        total = total + square[..., i]
+        d = difference[..., i]
+        total = fma(d, d, total) if weights is None else total + d * d * weights[..., i]
     return total
 
 
@@ -206,7 +177,7 @@ def _search_scales(
     for step in range(*search_steps(spec)):
         bits = (base.int() + step).clamp(1, E4M3_NAN - 1).to(torch.uint8)
         s = bits.view(torch.float8_e4m3fn).float()
-        total = _squared_error(blocks, s, s_enc) if weights is None else _weighted_error(blocks, s, s_enc, weights)
+        total = _squared_error(blocks, s, s_enc, weights)
         if spec.block_rows == BLOCK:
             total = over_tile(total, _add_in_halves)
         error = total * s * s
@@ -273,17 +244,15 @@ def quantize(
 
     qdata: uint8 (..., K rounded up to 16, halved); scale: e4m3 (row tiles, column tiles, 32, 16), swizzled;
     per_tensor_scale: float32 0-d; it and amax are (rows,) if the spec is row-scaled. A NaN block has the NaN scale
-    and codes of zero. For EDEN see :func:`eden.quantize`.
+    and codes of zero. EDEN (section 9) rotates x, whose columns are rounded up to 128; amax is that of the rotation.
     column_weights: weights of the columns' squared errors in a scale search, float32 (K,) or one per stored column;
     no op supports them.
     """
-    if spec.is_eden:
-        from nvfp4_tensor.numerics import eden  # imports this module
-
-        return eden.quantize(x, amax, rng_state, spec, row0, col0, full_width, stream)
+    if spec.is_eden and rng_state is None:
+        raise ValueError("EDEN needs rng_state, an int64 tensor (seed, offset)")
     amax = magnitude(amax.reshape(-1 if spec.row_scaled else ()))
-    columns = layout.ceil_to(x.shape[-1], BLOCK)
-    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    columns = layout.ceil_to(x.shape[-1], spec.column_multiple)
+    flat = layout.in_rows(x)
     rows = flat.shape[0]
     qdata = flat.new_empty((rows, columns // 2), dtype=torch.uint8)
     scale = flat.new_empty((rows, columns // BLOCK), dtype=torch.uint8)
@@ -291,27 +260,64 @@ def quantize(
     weights = (
         None if column_weights is None else pad(column_weights, (0, columns - len(column_weights))).view(-1, BLOCK)
     )
-    step = max(_CHUNK_ELEMENTS // max(columns, 1) // BLOCK, 1) * BLOCK
-    for start in range(0, rows if columns else 0, step):
-        chunk = flat[start : start + step]
-        if spec.hadamard_sign is not None:
-            chunk = hadamard(chunk, spec.hadamard_sign)
-        blocks = pad(chunk.float(), (0, -chunk.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
-        chunk_amax, chunk_enc = (t[start : start + step, None] if spec.row_scaled else t for t in (amax, s_enc))
-        bits = block_scales(blocks, chunk_amax, spec, weights)
-        enc = block_encode(bits.view(torch.float8_e4m3fn).float(), chunk_enc).unsqueeze(-1)
-        v = torch.where((bits == E4M3_NAN).unsqueeze(-1), 0.0, blocks * enc)
-        r16 = None
-        if spec.is_stochastic:
-            if rng_state is None:
-                raise ValueError("stochastic rounding needs rng_state, an int64 tensor (seed, offset)")
-            r16 = random16(
-                len(chunk), x.shape[-1], rng_state, stream=stream, row0=row0 + start, col0=col0, full_width=full_width
-            ).view_as(v)
-        qdata[start : start + step] = layout.pack(round_e2m1(v, spec.round_mode, r16, spec.random_bits).flatten(-2))
-        scale[start : start + step] = bits
+    for part in layout.chunks(rows, columns, _CHUNK_ELEMENTS, BLOCK):
+        chunk, origin = flat[part], (row0 + part.start, col0, full_width or x.shape[-1])
+        if spec.is_eden:
+            assert rng_state is not None
+            codes, bits = _rotated_codes(chunk, s_enc, rng_state, stream, origin)
+        else:
+            chunk_amax, chunk_enc = (t[part, None] if spec.row_scaled else t for t in (amax, s_enc))
+            codes, bits = _codes(chunk, chunk_amax, chunk_enc, rng_state, spec, stream, origin, weights)
+        qdata[part] = layout.pack(codes)
+        scale[part] = bits
     scale = layout.swizzle(scale).view(torch.float8_e4m3fn)
     return qdata.view(*x.shape[:-1], columns // 2), scale, per_tensor_scale(amax, spec)
+
+
+def _codes(
+    x: Tensor,
+    amax: Tensor,
+    s_enc: Tensor,
+    rng_state: Tensor | None,
+    spec: QuantizeSpec,
+    stream: int,
+    origin: tuple[int, int, int],
+    weights: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return codes (rows, K rounded up to 16) and block scales, bytes (rows, blocks), of some rows of x (rows, K)."""
+    columns = x.shape[1]
+    if spec.hadamard_sign is not None:
+        x = hadamard(x, spec.hadamard_sign)
+    blocks = pad(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    bits = block_scales(blocks, amax, spec, weights)
+    enc = block_encode(bits.view(torch.float8_e4m3fn).float(), s_enc).unsqueeze(-1)
+    v = torch.where((bits == E4M3_NAN).unsqueeze(-1), 0.0, blocks * enc)
+    r16 = None
+    if spec.is_stochastic:
+        if rng_state is None:
+            raise ValueError("stochastic rounding needs rng_state, an int64 tensor (seed, offset)")
+        row0, col0, full_width = origin
+        r16 = random16(len(x), columns, rng_state, stream=stream, row0=row0, col0=col0, full_width=full_width).view_as(
+            v
+        )
+    return round_e2m1(v, spec.round_mode, r16, spec.random_bits).flatten(-2), bits
+
+
+def _rotated_codes(
+    x: Tensor, s_enc: Tensor, rng_state: Tensor, stream: int, origin: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return those of EDEN (section 9), K rounded up to 128: rotate, round to nearest, correct and draw the scales."""
+    y = eden.rotate(x, rng_state, col0=origin[1]).unflatten(-1, (-1, ROTATION))
+    broken = eden.is_broken(y) | s_enc.isnan()
+    y = torch.where(broken, 0.0, y).unflatten(-1, (-1, BLOCK))
+    block_amax = y.abs().amax(dim=-1)
+    s1 = to_e4m3(block_amax * (s_enc * s_enc.new_full((), eden.ONTO_GRID)), ScaleRounding.NEAREST, block_amax)
+    s1 = s1.view(torch.float8_e4m3fn).float()
+    codes = round_e2m1(y * block_encode(s1, s_enc).unsqueeze(-1), RoundingMode.RNE)
+    t = eden.corrected(s1, y * s_enc, layout.code_values(codes) * s1.unsqueeze(-1))
+    bits = eden.round_scales(t, eden.scale_random_bits(len(y), y.shape[1], rng_state, stream, *origin))
+    codes = torch.where(broken.unsqueeze(-1), 0, codes)
+    return codes.flatten(1), torch.where(broken, E4M3_NAN, bits).flatten(1)
 
 
 def check_scale(scale: Tensor, rows: int, columns: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from helpers.instruction_sets import assert_same_bits, sample
 
 from nvfp4_tensor import QuantizeSpec, fake_quantize, quantize
-from nvfp4_tensor.numerics import eden, layout, reference
+from nvfp4_tensor.numerics import eden, layout, philox, reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.ops import composite as ops
 
@@ -103,14 +103,14 @@ def test_codes_and_corrections_are_those_of_float64(dtype, magnitude, ceiling):
 def test_draws_are_one_philox_a_rotation():
     """Of t halfway between two bytes, whether it goes up is the top bit of the 16 that the contract names."""
     t = torch.tensor([0.5 + 2**-5] * 8)  # between 0.5 and 0.5625
-    r16 = eden._scale_random_bits(3, 2, STATE, 1, 5, 256, 1000)
+    r16 = eden.scale_random_bits(3, 2, STATE, 1, 5, 256, 1000)
     assert r16.shape == (3, 2, 8) and r16.min() >= 0 and r16.max() < 1 << 16
     up = eden.round_scales(t, r16) != 0x30
     assert torch.equal(up, r16 >= 1 << 15)
     number = (5 + 2) * 8 + 2 + 1  # row 7 of 8 rotations a row, the third and fourth
     counter = tuple(torch.tensor(value) for value in (number, 0, STATE[1].item() & 0xFFFFFFFF, 258))
     seed = STATE[0].item()
-    words = reference.philox4x32_7(counter, tuple(torch.tensor(v & 0xFFFFFFFF) for v in (seed, seed >> 32)))
+    words = philox.philox4x32_7(counter, tuple(torch.tensor(v & 0xFFFFFFFF) for v in (seed, seed >> 32)))
     assert r16[2, 1].tolist() == [(int(words[i // 2]) >> 16 * (i % 2)) & 0xFFFF for i in range(8)]
 
 
