@@ -127,7 +127,7 @@ FAULTS = [
       "integrations/test_loading.py"),
     F("integrations/serving.py", "input_scale=_input_scale(loaded) if loaded.quantizes_activations else None", "input_scale=None",
       "integrations/test_serving.py integrations/vllm/test_linears.py"),
-    F("testing/statistics.py", "(1 - spread)) / math.sqrt(spread)", "(1 - spread)) * math.sqrt(spread)", "testing"),
+    F("testing/selftest.py", "differ &= ~(expected.isnan() & actual.isnan())", "pass", "testing"),
     # --- native: the arithmetic of GPUs, and of CPUs where no vectors are ---
     F("csrc/numerics/e2m1.h", "0x7FFFu + (inexact | (fixed >> 16 & 1u))", "0x8000u", "ops/test_quantize.py", gpu=True),
     F("csrc/numerics/e2m1.h", "(float_bits(v) >> 31) << 3", "0u", "ops/test_quantize.py", gpu=True),

@@ -1,6 +1,6 @@
 """Stochastic rounders with one fault each, seen in other libraries or easy to make: tests must detect all of them.
 
-They implement the rounder interface of ``nvfp4_tensor.testing.statistics`` with the reference's functions, so that they
+They implement the rounder interface of ``helpers.rounding_statistics`` with the reference's functions, so that they
 differ from the contract only in the fault.
 """
 
