@@ -29,8 +29,8 @@ from nvfp4_tensor import (
     training,
 )
 from nvfp4_tensor.numerics import reference
-from nvfp4_tensor.ops import composite
 from nvfp4_tensor.ops.schemas import _parameters as OPS
+from nvfp4_tensor.ops.schemas import plain
 
 ROOT = Path(__file__).parents[1]
 FILES = [*sorted((ROOT / "nvfp4_tensor").rglob("*.py")), *sorted((ROOT / "nvfp4_cli").rglob("*.py"))]
@@ -232,7 +232,7 @@ def kernels(request):
     library = torch.library.Library("nvfp4", "IMPL")
     try:
         for name in OPS:
-            library.impl(name, getattr(composite, name), "CPU")
+            library.impl(name, getattr(plain, name), "CPU")
         yield
     finally:
         library._destroy()

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nvfp4_tensor.distributed.bits import axis_of
-from nvfp4_tensor.ops.composite import own_amax
+from nvfp4_tensor.ops.composite.quantization import own_amax
 from nvfp4_tensor.sharding.layout import all_reduce_amax
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 

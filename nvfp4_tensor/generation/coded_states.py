@@ -18,7 +18,7 @@ from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.hadamard import rotate_heads_back, rotation_size
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops.composite import decode_heads
+from nvfp4_tensor.ops.composite.attention import decode_heads
 
 GROWTH = 128
 """Tokens by which codes grow. A growth copies them: 1/64 of what the attention of 128 tokens reads."""

@@ -7,6 +7,7 @@ schemas as text, so a test compares them with ``test/data/op_schemas.txt``.
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -35,9 +36,16 @@ _SCHEMA_TYPES = {
 
 _parameters: dict[str, dict[str, inspect.Parameter]] = {}
 
+plain = types.SimpleNamespace()
+"""The plain-torch implementation of each op, by its name."""
+
 
 def op(
-    *, returns: str = "", mutates_args: Sequence[str] = (), tags: Sequence[torch.Tag] = ()
+    *,
+    returns: str = "",
+    mutates_args: Sequence[str] = (),
+    tags: Sequence[torch.Tag] = (),
+    is_fake: bool = False,
 ) -> Callable[[_Function], _Function]:
     """Define ``torch.ops.nvfp4.NAME`` from a function of that name, which runs on devices without a native kernel.
 
@@ -46,6 +54,7 @@ def op(
             returns nothing.
         mutates_args: arguments that the op modifies in place.
         tags: in addition to ``pt2_compliant_tag``.
+        is_fake: the function is its own fake implementation: it runs only operators that have one, on whole tensors.
     """
 
     def register(function: _Function) -> _Function:
@@ -54,6 +63,9 @@ def op(
         schema = _schema(name, returns, mutates_args, inspect.signature(function).return_annotation == "None")
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         library.impl(name, function, "CompositeExplicitAutograd")
+        setattr(plain, name, function)
+        if is_fake:
+            fake(name)(function)
         return function
 
     return register

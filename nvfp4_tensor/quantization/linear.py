@@ -21,7 +21,7 @@ from nvfp4_tensor.matmul.backends import check_backend, check_installed
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops.composite import own_amax
+from nvfp4_tensor.ops.composite.quantization import own_amax
 from nvfp4_tensor.quantization import callers, experts, observed_experts
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig

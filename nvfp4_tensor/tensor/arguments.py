@@ -8,7 +8,7 @@ from torch import Tensor
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops.composite import own_amax
+from nvfp4_tensor.ops.composite.quantization import own_amax
 
 PLAIN = QuantizeSpec()
 """The default spec: round to nearest even, 1x16 blocks."""

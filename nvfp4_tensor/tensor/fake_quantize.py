@@ -10,7 +10,7 @@ from torch import Tensor
 from nvfp4_tensor.numerics.hadamard import float_hadamard, inverse_hadamard
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops.composite import columns_of_values
+from nvfp4_tensor.ops.composite.quantization import columns_of_values
 from nvfp4_tensor.tensor.arguments import checked_spec, resolve_amax, resolve_arguments
 from nvfp4_tensor.tensor.nvfp4 import check_dense
 

@@ -19,7 +19,8 @@ from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.layout import DEFAULT_HADAMARD_SIGN
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops import composite as ops
+from nvfp4_tensor.ops.composite.quantization import columns_of_values
+from nvfp4_tensor.ops.schemas import plain
 from nvfp4_tensor.tensor.nvfp4 import quantize, quantize_experts
 
 _TWO_MODES = (RoundingMode.RNE, RoundingMode.STOCHASTIC)
@@ -107,13 +108,13 @@ def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
     tally: dict[str, list[int]] = {}
     for x in samples():
         amax, amax_t = own_amaxes(x, spec, rng)
-        quantized, first = ops.quantize(x, amax, rng, bits), spec.column_multiple
+        quantized, first = plain.quantize(x, amax, rng, bits), spec.column_multiple
         arguments: dict[str, tuple] = {
             **amax_arguments(x, spec, rng),
             "quantize": (x, amax, rng, bits, 32, first, first + x.shape[1]),
             "quantize_pair": (x, amax, amax_t, rng, bits, bits),
             "quantize_pair_values": (x, amax, amax_t, rng, bits, bits, False),
-            "dequantize": (*quantized, ops.columns_of_values(x.shape[1], bits), x.dtype),
+            "dequantize": (*quantized, columns_of_values(x.shape[1], bits), x.dtype),
             "fake_quantize": (x, amax, rng, bits, torch.bfloat16, False),
             "quantize_activation": (x, rng, bits, torch.bfloat16),
         }
@@ -129,9 +130,9 @@ def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
 def own_amaxes(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> tuple[Tensor, Tensor]:
     """Return the amaxes of x and of its transpose after the spec's transform, by the reference."""
     if spec.is_eden:
-        return ops.amax_rotated(x, rng), ops.amax_rotated(x.t(), rng)
+        return plain.amax_rotated(x, rng), plain.amax_rotated(x.t(), rng)
     sign = -1 if spec.hadamard_sign is None else spec.hadamard_sign
-    return ops.amax(x, sign), ops.amax(x.t(), sign)
+    return plain.amax(x, sign), plain.amax(x.t(), sign)
 
 
 def amax_arguments(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> dict[str, tuple]:
@@ -152,7 +153,7 @@ def check_hadamard(device: str) -> Check:
 
 def _compare(tally: list[int], name: str, arguments: tuple, device: str) -> None:
     """Run the op on the device and the reference, and add the numbers of elements and of differing ones to tally."""
-    expected = getattr(ops, name)(*arguments)
+    expected = getattr(plain, name)(*arguments)
     on_device = (value.to(device) if isinstance(value, Tensor) else value for value in arguments)
     actual = getattr(torch.ops.nvfp4, name)(*on_device)
     if isinstance(expected, Tensor):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from nvfp4_tensor.ops import composite
+from nvfp4_tensor.ops.schemas import plain
 
 pytest.importorskip("transformers")
 from helpers.texts import relative_error
@@ -60,7 +60,7 @@ def test_the_first_token_is_bit_for_bit_the_models(family):
         x = model.model.embed_tokens(token)[0] * (12.0 if family == "Granite" else 1.0)
         turns = [each.cos_sin(x[None], torch.tensor([[0]])) for each in description.rotaries]
         cos, sin = ([t.flatten() for t in each] for each in zip(*turns, strict=True))
-        for op in (torch.ops.nvfp4.decode_step, composite.decode_step):
+        for op in (torch.ops.nvfp4.decode_step, plain.decode_step):
             caches = [[torch.zeros_like(getattr(each, name)) for each in own.layers] for name in ("keys", "values")]
             got = op(x, *constants, *caches, cos, sin, 0)
             pairs = (got, expected), (caches[0][-1], own.layers[-1].keys), (caches[1][-1], own.layers[-1].values)

@@ -14,7 +14,7 @@ from nvfp4_tensor.generation.fixed_cache import graph_buffers_of
 from nvfp4_tensor.generation.fused_layers import FusedLayers, fits
 from nvfp4_tensor.generation.token_step import TokenStep
 from nvfp4_tensor.numerics.spec import QuantizeSpec, ScaleSearch
-from nvfp4_tensor.ops.composite import decode_layers
+from nvfp4_tensor.ops.schemas import plain
 
 CACHE_SPEC = QuantizeSpec(scale_search=ScaleSearch.MSE)
 
@@ -127,7 +127,7 @@ def compare(layers, codes, dense, plan, position, how):
 
     def in_torch(x):
         own = [[t.clone() for t in each] for each in caches]
-        return decode_layers(x, plan, *layers[:-2], *own, dense, *last).float(), own
+        return plain.decode_layers(x, plan, *layers[:-2], *own, dense, *last).float(), own
 
     expected, own = in_torch(x)
     apart = max((in_torch(moved)[0] - expected).norm() for moved in neighbours(x, 8))

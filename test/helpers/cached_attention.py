@@ -5,7 +5,7 @@ import math
 import torch
 
 from nvfp4_tensor import QuantizeSpec
-from nvfp4_tensor.ops import composite
+from nvfp4_tensor.ops.schemas import plain
 
 SPEC = QuantizeSpec(scale_search="mse")
 LENGTHS = [0, 1, 15, 16, 17, 31, 33, 127, 128, 129, 511, 513, 1100]
@@ -42,7 +42,7 @@ def problem(batch=2, kv_heads=2, group=3, tokens=1, size=64, value_size=None, le
             if length:
                 rows = (x[b : b + 1, :, :length], x[b : b + 1, :, :length])
                 into = tuple(t[b : b + 1] for t in (codes, scale, factor))
-                composite.append_codes(*rows, SPEC.pack(), *into, *into, torch.zeros(1, dtype=torch.int64))
+                plain.append_codes(*rows, SPEC.pack(), *into, *into, torch.zeros(1, dtype=torch.int64))
     dense = [randn(kv_heads, latest, n) for n in (size, value_size)]
     at_front = [randn(kv_heads, front, n) for n in (size, value_size)] if front else [None, None]
     first = None if first is None else torch.tensor(first)

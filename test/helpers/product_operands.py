@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_tensor.numerics import reference
-from nvfp4_tensor.ops import composite
+from nvfp4_tensor.ops.schemas import plain
 
 
 class ProductOperands(TorchDispatchMode):
@@ -22,7 +22,7 @@ class ProductOperands(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name.startswith("nvfp4::train_linear"):
             with self:
-                return getattr(composite, func._opname)(*args)
+                return getattr(plain, func._opname)(*args)
         result = func(*args, **(kwargs or {}))
         if func._schema.name == "nvfp4::matmul" and not args[0].is_meta:
             x, factor, qdata, scale, per_tensor_scale, _, _, across_blocks, _ = args

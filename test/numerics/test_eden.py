@@ -10,7 +10,7 @@ from helpers.instruction_sets import assert_same_bits, sample
 from nvfp4_tensor import QuantizeSpec, fake_quantize, quantize
 from nvfp4_tensor.numerics import eden, layout, philox, reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.ops import composite as ops
+from nvfp4_tensor.ops.schemas import plain as ops
 
 EDEN = QuantizeSpec(round_mode="eden")
 STATE = torch.tensor([-7046029254386353131, 1442695040888963407])

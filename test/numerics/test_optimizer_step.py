@@ -10,7 +10,7 @@ from helpers.optimizer_steps import SEED, assert_same, hyper, moments, run, same
 from nvfp4_tensor import QuantizeSpec, quantize
 from nvfp4_tensor.numerics import layout, optimizer_step
 from nvfp4_tensor.numerics.optimizer_step import Moments
-from nvfp4_tensor.ops import composite
+from nvfp4_tensor.ops.schemas import plain
 
 
 @needs_library
@@ -23,7 +23,7 @@ def test_plain_torch_has_the_bits_of_the_kernels(kind):
         old = weight_of(kind, 33, 40), moments(33, 40)
     for step in range(1, 6):
         grad = torch.randn(old[0][0].shape if kind != "codes" else (33, 40)) * 0.01 * 100.0 ** (step % 3)
-        new = [one_step(kind, old, grad, step, 10.0**-step, ops) for ops in (torch.ops.nvfp4, composite)]
+        new = [one_step(kind, old, grad, step, 10.0**-step, ops) for ops in (torch.ops.nvfp4, plain)]
         assert_same(*new)
         old = new[1]
 
@@ -184,7 +184,7 @@ def test_a_planted_bias_is_found(fault, monkeypatch):
     if fault == "first moment":
         monkeypatch.setattr(optimizer_step, "RATIO_SPEC", QuantizeSpec(scale_rounding="up"))
     for name in ("adamw_step", "adamw_step_codes"):
-        monkeypatch.setattr(torch.ops.nvfp4, name, getattr(composite, name))
+        monkeypatch.setattr(torch.ops.nvfp4, name, getattr(plain, name))
     with pytest.raises(AssertionError):
         if fault in ("growth", "codes"):
             blocks_that_grow_keep_their_mean(beta2=1.5 if fault == "codes" else 1.0)
@@ -192,7 +192,7 @@ def test_a_planted_bias_is_found(fault, monkeypatch):
             test_small_updates_accumulate()
         elif fault.startswith("shared"):
             for largest in range(4):
-                means_by_position(composite, torch.bfloat16, largest, -0.65)
+                means_by_position(plain, torch.bfloat16, largest, -0.65)
         else:
             test_moments_are_unbiased()
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics.hadamard import rotate_heads_back
-from nvfp4_tensor.ops import composite
+from nvfp4_tensor.ops.composite.attention import decode_heads
+from nvfp4_tensor.ops.schemas import plain
 
 nvfp4 = torch.ops.nvfp4
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -24,7 +25,7 @@ def on(device, arguments):
 
 
 def check(device, arguments, **options):
-    expected, moved = composite.attend_codes(*arguments, **options), on(device, arguments)
+    expected, moved = plain.attend_codes(*arguments, **options), on(device, arguments)
     for _ in each_instruction_set() if device == "cpu" else (device,):
         out = nvfp4.attend_codes(*moved, **options).cpu()
         assert_close(out, expected, arguments[0].dtype)
@@ -138,11 +139,11 @@ def test_it_is_attention_to_the_decoded_cache():
     """In torch's own words, for a batch of equal lengths."""
     arguments = problem(lengths=(100, 100), dtype=torch.float32, front=5, latest=20)
     q, *stored = arguments[:7]
-    keys, values = composite.decode_heads(*stored[:3], 64, q.dtype), composite.decode_heads(*stored[3:], 64, q.dtype)
+    keys, values = decode_heads(*stored[:3], 64, q.dtype), decode_heads(*stored[3:], 64, q.dtype)
     keys = torch.cat((arguments[9], keys[:, :, :100], arguments[11]), dim=2)
     values = torch.cat((arguments[10], values[:, :, :100], arguments[12]), dim=2)
     expected = torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
-    for attend in (nvfp4.attend_codes, composite.attend_codes):
+    for attend in (nvfp4.attend_codes, plain.attend_codes):
         assert torch.allclose(attend(*arguments), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -157,12 +158,12 @@ def test_attention_to_rotated_keys_is_attention_to_the_keys(size):
         nvfp4.append_codes(
             keys, arguments[12].expand(-1, -1, 100, -1), SPEC.pack(), *arguments[1:7], torch.tensor([0]), rotates
         )
-        stored = composite.decode_heads(*arguments[1:4], size, torch.float32)[:, :, :100]
+        stored = decode_heads(*arguments[1:4], size, torch.float32)[:, :, :100]
         stored = rotate_heads_back(stored) if rotates else stored
-        values = composite.decode_heads(*arguments[4:7], size, torch.float32)[:, :, :100]
+        values = decode_heads(*arguments[4:7], size, torch.float32)[:, :, :100]
         stored, values = torch.cat((stored, arguments[11]), 2), torch.cat((values, arguments[12]), 2)
         expected = torch.nn.functional.scaled_dot_product_attention(arguments[0], stored, values, enable_gqa=True)
-        for attend in (nvfp4.attend_codes, composite.attend_codes):
+        for attend in (nvfp4.attend_codes, plain.attend_codes):
             assert torch.allclose(attend(*arguments, rotated=rotates), expected, rtol=1e-4, atol=1e-5)
         found[rotates] = ((stored[:, :, :100] - keys)[..., torch.arange(size) != 5]).square().mean()
     assert size == 24 or found[True] < found[False]  # of 24 elements, 8 are rotated: half a block
@@ -191,7 +192,7 @@ def test_a_graph_follows_lengths_on_the_device():
         lengths.copy_(torch.tensor(new))
         graph.replay()
         assert_same_bits(out, nvfp4.attend_codes(*arguments))
-        assert_close(out.cpu(), composite.attend_codes(*on("cpu", arguments)), torch.bfloat16)
+        assert_close(out.cpu(), plain.attend_codes(*on("cpu", arguments)), torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -242,7 +243,7 @@ def appended_on(device):
 
 
 def check_append(device, *arguments):
-    expected = append_with(composite.append_codes, *arguments)
+    expected = append_with(plain.append_codes, *arguments)
     for _ in each_instruction_set() if device == "cpu" else (device,):
         for got, right in zip(append_with(appended_on(device), *arguments), expected, strict=True):
             assert torch.equal(got, right)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from nvfp4_tensor import NVFP4Tensor, quantize_experts
-from nvfp4_tensor.ops import composite, native
+from nvfp4_tensor.ops import native
 from nvfp4_tensor.ops.composite.decode_step import KINDS, PARTS, NormStyle, Routing
 from nvfp4_tensor.ops.composite.step import Activation
+from nvfp4_tensor.ops.schemas import plain
 from test.helpers.instruction_sets import each_instruction_set
 
 LENGTH = 48
@@ -114,7 +115,7 @@ def random_step(
 
 def assert_same(step, position, rtol=0.02):
     """Within what sums in another order change: a bfloat16 that falls to the other side now and then."""
-    expected, *expected_caches = step.run(composite.decode_step, position)
+    expected, *expected_caches = step.run(plain.decode_step, position)
     assert torch.isfinite(expected).all()
     for _ in instruction_sets():
         y, *caches = step.run(torch.ops.nvfp4.decode_step, position)
@@ -222,7 +223,7 @@ def test_numbers_beyond_bfloat16_products(full):
 def test_on_a_gpu(family):
     """Plain torch serves there: kinds and numbers stay on the CPU."""
     step = random_step(**family)
-    y, *caches = step.run(composite.decode_step, 20)
+    y, *caches = step.run(plain.decode_step, 20)
 
     def run(x, weights, kinds, numbers, *others):
         *lists, position = others
@@ -282,7 +283,7 @@ def test_what_is_refused(change, message):
 
 @pytest.mark.parametrize("window", [0, LENGTH - 1])
 def test_a_position_outside_of_the_cache(window):
-    for run in (torch.ops.nvfp4.decode_step, composite.decode_step):
+    for run in (torch.ops.nvfp4.decode_step, plain.decode_step):
         with pytest.raises((RuntimeError, ValueError), match=f"outside of a cache of {LENGTH}"):
             random_step(window=window).run(run, LENGTH)
 
@@ -291,6 +292,6 @@ def test_a_dense_row(threads):
     for rows, columns in ((1, 32), (100, 96), (1000, 576)):
         x, w = torch.randn(1, columns).bfloat16(), torch.randn(rows, columns).bfloat16()
         expected = (x.double() @ w.double().mT).bfloat16()
-        assert torch.equal(composite.linear_row(x, w), (x.float() @ w.float().mT).bfloat16())
+        assert torch.equal(plain.linear_row(x, w), (x.float() @ w.float().mT).bfloat16())
         for _ in instruction_sets():
             torch.testing.assert_close(torch.ops.nvfp4.linear_row(x, w), expected, rtol=2**-8, atol=1e-4)

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils._pytree import tree_leaves
 
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import optimizer_step, reference
 from nvfp4_tensor.numerics.layout import DEFAULT_HADAMARD_SIGN
-from nvfp4_tensor.ops import composite, schemas
+from nvfp4_tensor.ops import schemas
+from nvfp4_tensor.ops.composite.quantization import own_amax
+from nvfp4_tensor.ops.schemas import plain
 
 nvfp4 = torch.ops.nvfp4
 GOLDEN = (Path(__file__).parents[1] / "data/op_schemas.txt").read_text().splitlines()
@@ -164,7 +167,7 @@ CASES = {
     ],
     "fp8_matmul": lambda o: [(*o.fp8(), None, BF16), (*o.fp8(), o.x(33, dtype=F32), F32)],
     "fp8_operands": lambda o: [(o.x(4, 50), *o.weight(33, 50)), (o.x(2, 2, 50, dtype=F32), *o.weight(33, 50))],
-    "gated": lambda o: [(o.x(3, 40), 0)],
+    "gated": lambda o: [(o.x(3, 40), 0), (o.x(40, 3).t(), 1), (o.x(40, 3).t(), 3, 7.0, 1.702, True)],
     "grouped_linear": lambda o: [
         (o.x(6, 50), x_scale, *o.weight(2, 40, 50), o.offs(2, 5), F32) for x_scale in (None, o.x(6, dtype=F32))
     ],
@@ -174,7 +177,10 @@ CASES = {
     ],
     "hadamard": lambda o: [(o.x(33, 50), DEFAULT_HADAMARD_SIGN)],
     "linear_row": lambda o: [(o.x(1, 64), o.x(20, 64))],
-    "linears": lambda o: [(o.x(2, 64), *o.weights(64, 32, 48), [])],
+    "linears": lambda o: [
+        (o.x(2, 64), *o.weights(64, 32, 48), []),
+        (o.x(64, 2).t(), *o.weights(64, 32), []),
+    ],
     "matmul": lambda o: [
         (o.x(4, 50), None, *o.weight(33, 50), None, 50, False, BF16),
         (o.x(2, 2, 50), o.x(2, 2, dtype=F32), *o.weight(33, 50), o.x(33), 50, False, F32),
@@ -210,6 +216,8 @@ CASES = {
     "rms_norm": lambda o: [
         (o.x(3, 40), None, o.x(40), 1e-5),
         (o.x(3, 40), o.x(3, 40), None, 1e-5, 1.0, False, 0.5, o.x(40)),
+        (o.x(40, 3).t(), None, o.x(40), 1e-5, 0.0, True, 0.5),
+        (o.x(40, 3).t(), o.x(40, 3).t(), o.x(40), 1e-5),
     ],
     "rotate": lambda o: [(o.x(3, 50), o.state), (o.x(3, 256), o.state, True, 128)],
     "rotate_back": lambda o: [(o.x(3, 256), o.state, 100)],
@@ -228,8 +236,10 @@ ELSEWHERE = {"decode_layers", "decode_layers_plan", "decode_step", "draw_rng_sta
 
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(device, name):
+    """And results are contiguous, as kernels allocate them: a compiled graph relies on the strides of the fakes."""
     for arguments in CASES[name](Operands(device)):
         opcheck(getattr(nvfp4, name).default, arguments)
+        assert all(t.is_contiguous() for t in tree_leaves(getattr(nvfp4, name)(*arguments)) if t is not None)
 
 
 def test_opcheck_of_draws_and_that_all_are_listed(device):
@@ -306,7 +316,7 @@ def test_quantize_activation_is_fake_quantize_by_its_own_amax(device):
     """In plain torch; kernels: test_quantize.py."""
     x, state = torch.randn(7, 48, device=device), torch.tensor([1, 2], device=device)
     for spec in (PLAIN, TURNED, EDEN):
-        amax = composite.own_amax(x, spec, state)
-        expected = composite.fake_quantize(x, amax, state, spec.pack(), F32, False)
-        for got, right in zip(composite.quantize_activation(x, state, spec.pack(), F32), expected, strict=True):
+        amax = own_amax(x, spec, state)
+        expected = plain.fake_quantize(x, amax, state, spec.pack(), F32, False)
+        for got, right in zip(plain.quantize_activation(x, state, spec.pack(), F32), expected, strict=True):
             assert torch.equal(got, right)

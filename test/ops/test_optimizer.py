@@ -8,7 +8,7 @@ import torch
 from helpers.optimizer_steps import SEED, assert_same, hyper, moments, run, vector_step, weight_of
 
 from nvfp4_tensor import QuantizeSpec, quantize
-from nvfp4_tensor.ops import composite
+from nvfp4_tensor.ops.schemas import plain
 
 SHAPES = [(1, 16), (3, 40), (5, 1), (130, 64), (257, 1008)]
 FLOATS = [torch.bfloat16, torch.float32]
@@ -32,7 +32,7 @@ def test_kernels_have_the_bits_of_plain_torch(rows, columns, kind, kernels):
             grad[-1, 0] = 3e38
         lr = 10.0**-step * (50 if step < 3 else 1)
         got = run(torch.ops.nvfp4, weight, grad, state, step, kernels, 7, lr)
-        weight, state = run(composite, weight, grad, state, step, "cpu", 7, lr)
+        weight, state = run(plain, weight, grad, state, step, "cpu", 7, lr)
         assert_same(got, (weight, state))
 
 
@@ -49,7 +49,7 @@ def test_vectors_have_the_bits_of_plain_torch(dtype, grad_dtype, kernels):
                 grad[count // 2] = 1e25
             before = weight, state
             got = vector_step(torch.ops.nvfp4, weight, grad, state, step, kernels, 1000)
-            (weight,), state = vector_step(composite, weight, grad, state, step, "cpu", 1000)
+            (weight,), state = vector_step(plain, weight, grad, state, step, "cpu", 1000)
             assert_same(got, ([weight], state))
     rows = slice(100, count)
     part = vector_step(torch.ops.nvfp4, before[0][rows], grad[rows], [m[rows] for m in before[1]], 5, kernels, 1100)
@@ -67,7 +67,7 @@ def test_what_a_vector_step_refuses():
         (weight, weight, weight, weight, numbers[:7], state),
         (weight.view(2, 2), weight.view(2, 2), weight, weight, numbers, state),
     ):
-        for ops in (torch.ops.nvfp4, composite):
+        for ops in (torch.ops.nvfp4, plain):
             with pytest.raises((RuntimeError, ValueError), match="must"):
                 ops.adamw_step_vector(*arguments)
 
@@ -97,7 +97,7 @@ def test_neither_shards_of_rows_nor_threads_change_a_bit(kind, device):
         assert_same(([weight[0]], moved), ([whole[0][0]], whole[1]), slice(first, last))
 
 
-@pytest.mark.parametrize("ops", [torch.ops.nvfp4, composite], ids=["native", "plain"])
+@pytest.mark.parametrize("ops", [torch.ops.nvfp4, plain], ids=["native", "plain"])
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.ops import composite
+from nvfp4_tensor.ops.composite.quantization import own_amax
+from nvfp4_tensor.ops.schemas import plain
 
 N = torch.ops.nvfp4
 NEAREST, EDEN = QuantizeSpec(), QuantizeSpec(round_mode="eden")
@@ -150,9 +151,9 @@ def test_plain_torch_makes_the_same_pairs():
         amaxes, offsets = (torch.tensor(0.9), torch.tensor(1.1)), (128, 256, 1024, 2048, 3, 2)
         arguments = x, *amaxes, state, spec.pack(), spec_t.pack()
         expected = expected_pair(x, amaxes, state, spec, spec_t, *offsets)
-        assert_same_bits(composite.quantize_pair(*arguments, *offsets), expected)
+        assert_same_bits(plain.quantize_pair(*arguments, *offsets), expected)
         for codes_t in (True, False):
-            values = composite.quantize_pair_values(*arguments, codes_t, *offsets)
+            values = plain.quantize_pair_values(*arguments, codes_t, *offsets)
             assert_same_bits(values, expected_values(x, expected, spec, spec_t, codes_t))
 
 
@@ -166,7 +167,7 @@ def test_a_matrix_that_fills_the_device(cuda_library, pair):
         x[place] *= 50
         amaxes = N.amax_pair_by_spec(x, state, *bits)
         x_t = x.t().contiguous()
-        assert equal_bits(amaxes, (composite.own_amax(x, spec, state), composite.own_amax(x_t, spec_t, state)))
+        assert equal_bits(amaxes, (own_amax(x, spec, state), own_amax(x_t, spec_t, state)))
     codes = *N.quantize(x, amaxes[0], state, bits[0]), *N.quantize(x_t, amaxes[1], state, bits[1], stream=1)
     assert equal_bits(N.quantize_pair(x, *amaxes, state, *bits), codes)
     values = N.dequantize(*codes[:2], None, 7168 if spec.is_eden else 7056, torch.bfloat16)
@@ -176,7 +177,7 @@ def test_a_matrix_that_fills_the_device(cuda_library, pair):
     assert equal_bits(N.quantize_pair_values(x, *amaxes, state, *bits, False), expected)
 
 
-@pytest.mark.parametrize("implementation", [N, composite], ids=["the op", "plain torch"])
+@pytest.mark.parametrize("implementation", [N, plain], ids=["the op", "plain torch"])
 @pytest.mark.parametrize(
     "spec_t, offsets, message",
     [

@@ -28,7 +28,8 @@ from hypothesis import strategies as st
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS
-from nvfp4_tensor.ops import composite
+from nvfp4_tensor.ops.composite.quantization import columns_of_values, own_amax
+from nvfp4_tensor.ops.schemas import plain
 
 N = torch.ops.nvfp4
 SCALES = (
@@ -77,7 +78,7 @@ def check(device, x, spec, *, there=None, state=None, amax=None, dtype=torch.bfl
     quantize = N.quantize_rows if spec.row_scaled else N.quantize
     for given_amax in (used, None) if amax is None else (used,):
         assert_op(quantize, (there, given_amax, state, bits, *offsets, stream), expected, device)
-    columns = composite.columns_of_values(x.shape[-1], bits)
+    columns = columns_of_values(x.shape[-1], bits)
     arguments = *expected[:2], expected[2] if scaled else None, columns, dtype
     values = reference.dequantize(*arguments)
     assert_op(N.dequantize, arguments, (values,), device)
@@ -185,7 +186,7 @@ def test_neither_threads_nor_the_launch_change_a_bit(kernels, spec):
     shape = (1000, 528) if kernels == "cpu" else (6008, 4224)
     x, state = torch.randn(shape, device=kernels).bfloat16(), rng_state().to(kernels)
     quantize = N.quantize_rows if spec.row_scaled else N.quantize
-    amax = None if spec.row_scaled else composite.own_amax(x, spec, state)
+    amax = None if spec.row_scaled else own_amax(x, spec, state)
     before, first = torch.get_num_threads(), None
     try:
         for _ in each_instruction_set() if kernels == "cpu" else (kernels,):
@@ -358,11 +359,11 @@ def test_a_gpu_leaves_out_the_sign_of_amax(cuda_library, bits):
         x, state, packed = inputs(shape, dtype, 1.0), rng_state(), spec.pack()
         expected = reference.quantize(x, amax.abs(), state, spec)
         assert_op(N.quantize, (x, amax, state, packed), expected, "cuda")
-        values = reference.dequantize(*expected, composite.columns_of_values(shape[-1], packed), dtype)
+        values = reference.dequantize(*expected, columns_of_values(shape[-1], packed), dtype)
         assert_op(N.fake_quantize, (x, amax, state, packed, dtype), (values, expected[2]), "cuda")
     on_gpu = [t.cuda() for t in (x, amax, amax)]
     assert_same_bits(reference.quantize(*on_gpu[:2], None, PLAIN), reference.quantize(x, amax.abs(), None, PLAIN))
-    pair = composite.quantize_pair(x, amax.abs(), amax.abs(), None, PLAIN.pack(), PLAIN.pack())
+    pair = plain.quantize_pair(x, amax.abs(), amax.abs(), None, PLAIN.pack(), PLAIN.pack())
     assert_same_bits(N.quantize_pair(*on_gpu, None, PLAIN.pack(), PLAIN.pack()), pair)
 
 
@@ -379,7 +380,7 @@ def test_a_replayed_graph_draws_what_rng_state_holds(cuda_library):
     for _ in range(2):
         on_gpu_state.copy_(state)
         graph.replay()
-        assert_same_bits(replayed, reference.quantize(x, composite.amax(x), state, STOCHASTIC))
+        assert_same_bits(replayed, reference.quantize(x, plain.amax(x), state, STOCHASTIC))
         seen.append(replayed[0].cpu())
         state = rng_state()
     assert not torch.equal(*seen)
@@ -388,7 +389,7 @@ def test_a_replayed_graph_draws_what_rng_state_holds(cuda_library):
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", [N, composite], ids=["the op", "plain torch"])
+@pytest.mark.parametrize("implementation", [N, plain], ids=["the op", "plain torch"])
 @pytest.mark.parametrize(
     "offsets, message",
     [
@@ -415,19 +416,19 @@ def test_invalid_offsets_raise(device, implementation, offsets, message):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_invalid_arguments_raise(kernels):
-    x, amax, plain = torch.ones(4, 256, device=kernels), torch.ones((), device=kernels), PLAIN.pack()
+    x, amax, nearest = torch.ones(4, 256, device=kernels), torch.ones((), device=kernels), PLAIN.pack()
     state = rng_state().to(kernels)
     for call, message in (
-        (lambda: N.quantize(x.double(), amax, None, plain), "bfloat16, float16 or float32"),
-        (lambda: N.quantize(x.long(), amax, None, plain), "cast"),
+        (lambda: N.quantize(x.double(), amax, None, nearest), "bfloat16, float16 or float32"),
+        (lambda: N.quantize(x.long(), amax, None, nearest), "cast"),
         (lambda: N.quantize(x, amax, None, STOCHASTIC.pack()), "rng_state"),
         (lambda: N.quantize(x, None, None, EDEN.pack()), "EDEN needs rng_state"),
         (lambda: N.quantize_activation(x, None, EDEN.pack(), torch.bfloat16), "EDEN needs rng_state"),
         (lambda: N.quantize(x, amax, state, EDEN.pack(), 0, 16, 512), "multiple of 128, where a rotation begins"),
         (lambda: N.quantize(x, amax, state, QuantizeSpec(row_scaled=True).pack()), "QuantizeSpec|quantize_rows"),
-        (lambda: composite.quantize(x, amax, state, QuantizeSpec(row_scaled=True).pack()), "use quantize_rows"),
+        (lambda: plain.quantize(x, amax, state, QuantizeSpec(row_scaled=True).pack()), "use quantize_rows"),
         *((lambda op=op, sign=sign: op(x[:, :4], sign), f"mask from 0 to 0xFFFF, not {sign}")
-          for op in (N.amax, N.amax_pair, N.hadamard, composite.amax, composite.amax_pair)
+          for op in (N.amax, N.amax_pair, N.hadamard, plain.amax, plain.amax_pair)
           for sign in (1 << 16, 1 << 31, -2)),
         (lambda: N.amax(x, 1 << 40), f"mask from 0 to 0xFFFF, not {1 << 40}"),
     ):  # fmt: skip
@@ -435,9 +436,9 @@ def test_invalid_arguments_raise(kernels):
             call()
     if kernels == "cuda":
         with pytest.raises(RuntimeError, match="amax"):
-            N.quantize(x, amax.cpu(), None, plain)
+            N.quantize(x, amax.cpu(), None, nearest)
         with pytest.raises(RuntimeError, match="x is on the CPU"):
-            N.quantize(x.cpu(), amax, None, plain)
+            N.quantize(x.cpu(), amax, None, nearest)
 
 
 NO_SPECS = [3 << 4, 1 << 11, 1 << 10 | 1 << 4, 1 << 8, 1 << 8 | 1 << 7, 1 << 16, 1 << 32 | 1 << 9, -(1 << 63), -1]
@@ -487,14 +488,14 @@ def test_codes_and_scales_that_do_not_fit_raise(kernels):
 
 @needs_library
 def test_messages_have_the_fix_and_name_no_source_file():
-    x, amax, below, plain = torch.ones(16, 16), torch.ones(()), torch.tensor(-3.0), PLAIN.pack()
+    x, amax, below, nearest = torch.ones(16, 16), torch.ones(()), torch.tensor(-3.0), PLAIN.pack()
     for call in (
-        lambda: N.quantize(x, below, None, plain),
-        lambda: N.quantize_pair(x, amax, below, None, plain, plain),
-        lambda: N.fake_quantize(x, below, None, plain, torch.float32),
+        lambda: N.quantize(x, below, None, nearest),
+        lambda: N.quantize_pair(x, amax, below, None, nearest, nearest),
+        lambda: N.fake_quantize(x, below, None, nearest, torch.float32),
     ):
         with pytest.raises(RuntimeError, match=r"magnitude, not -3: give amax.abs\(\)"):
             call()
     with pytest.raises(RuntimeError) as caught:
-        N.matmul(torch.ones(2, 32), None, *N.quantize(x, None, None, plain), None, 16, False, torch.float32)
+        N.matmul(torch.ones(2, 32), None, *N.quantize(x, None, None, nearest), None, 16, False, torch.float32)
     assert str(caught.value) == "x must have 16 columns to be multiplied with this weight"

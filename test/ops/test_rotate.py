@@ -9,7 +9,7 @@ from helpers.instruction_sets import assert_op
 
 from nvfp4_tensor.numerics import eden
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.ops import composite
+from nvfp4_tensor.ops.schemas import plain
 
 N = torch.ops.nvfp4
 
@@ -46,7 +46,7 @@ def test_a_rotation_does_not_depend_on_the_launch(cuda_library):
         assert torch.equal(N.rotate(x[start : start + 1500], state), y[start : start + 1500])
 
 
-@pytest.mark.parametrize("implementation", [N, composite], ids=["the op", "plain torch"])
+@pytest.mark.parametrize("implementation", [N, plain], ids=["the op", "plain torch"])
 def test_what_is_refused(device, implementation):
     x, state = torch.zeros(4, 256, device=device), rng_state().to(device)
     for call, message in (

@@ -15,7 +15,7 @@ from transformers.models.olmo2.modeling_olmo2 import apply_rotary_pos_emb as rot
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_a_part
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec
-from nvfp4_tensor.ops.composite import Activation
+from nvfp4_tensor.ops.composite.step import Activation
 
 nvfp4 = torch.ops.nvfp4
 NORMS = {

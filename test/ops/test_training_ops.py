@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nvfp4_tensor import QuantizeSpec
-from nvfp4_tensor.ops import composite
+from nvfp4_tensor.ops.schemas import plain
 
 N = torch.ops.nvfp4
 NEAREST, TILES, EDEN = QuantizeSpec(), QuantizeSpec(block_rows=16), QuantizeSpec(round_mode="eden")
@@ -50,7 +50,7 @@ def test_train_linear_is_a_quantization_and_a_product(device, shape, dtype, quan
     bias = torch.randn(shape[1], device=device).to(dtype)
     x, factor = N.quantize_activation(x, None, NEAREST.pack(), torch.bfloat16) if quantized else (x, None)
     arguments = x, factor, w, bias, state, spec.pack(), dtype
-    assert_equal(N.train_linear(*arguments), composite.train_linear(*arguments))
+    assert_equal(N.train_linear(*arguments), plain.train_linear(*arguments))
 
 
 FORWARDS = {
@@ -73,7 +73,7 @@ def test_train_linear_forward_is_its_parts(device, leading, name, how):
         bias, state = torch.randn(32, device=device).to(dtype), None
     arguments = x, w, bias, state, *(spec.pack() for spec in FORWARDS[name]), dtype
     results = []
-    for forward in (N.train_linear_forward, composite.train_linear_forward):
+    for forward in (N.train_linear_forward, plain.train_linear_forward):
         torch.manual_seed(5)
         results.append(forward(*arguments))
     assert_equal(*results)
@@ -95,7 +95,7 @@ BACKWARDS = {
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_train_linear_backward_is_its_parts(device, shape, dtype, name):
     arguments = backward_arguments(shape, dtype, device, *BACKWARDS[name])
-    assert_equal(N.train_linear_backward(*arguments), composite.train_linear_backward(*arguments))
+    assert_equal(N.train_linear_backward(*arguments), plain.train_linear_backward(*arguments))
 
 
 def test_errors(device):

@@ -5,7 +5,7 @@ import torch
 
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import layout, reference
-from nvfp4_tensor.ops import composite
+from nvfp4_tensor.ops.schemas import plain
 
 N = torch.ops.nvfp4
 SHAPES = [(16, 16), (128, 64), (48, 32), (100, 80), (1, 17), (257, 272), (272, 528), (33, 1040), (0, 32), (32, 0)]
@@ -38,7 +38,7 @@ def test_cuda_has_the_same_bits(cuda_library, shape):
     """Random bytes too: what a tile's other rows have as their scale is not read, and codes mean nothing here."""
     qdata, scale, _ = coded(*shape)
     for codes in (qdata, torch.randint(256, qdata.shape, dtype=torch.uint8)):
-        expected = composite.transpose_codes(codes, scale)
+        expected = plain.transpose_codes(codes, scale)
         shifted = torch.zeros(codes.numel() + 4, dtype=torch.uint8, device="cuda")[4:].view_as(codes).copy_(codes)
         for given in (codes.cuda(), shifted):
             actual = N.transpose_codes(given, scale.cuda())

@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.numerics import layout, reference
+from nvfp4_tensor.numerics.fp8 import power_of_two
 from nvfp4_tensor.numerics.hadamard import rotate_heads, rotate_heads_back
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -21,16 +22,11 @@ from nvfp4_tensor.ops.schemas import SymInt, op
 E8M0_BIAS = 127
 
 
-def _power(exponent: Tensor) -> Tensor:
-    """Return 2^exponent exactly as float32, for integers from -126 to 127."""
-    return (exponent.int() + E8M0_BIAS << 23).view(torch.float32)
-
-
 def decode_heads(codes: Tensor, scale: Tensor, factor: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """Decode bytes (..., tokens, bytes per row) as of this module to (..., tokens, size) of dtype."""
     rows = math.prod(codes.shape[:-1])
     swizzled = layout.swizzle(scale.reshape(rows, scale.shape[-1])).view(torch.float8_e4m3fn)
-    factors = _power(factor.reshape(rows).int() - E8M0_BIAS)
+    factors = power_of_two(factor.reshape(rows).int() - E8M0_BIAS)
     values = torch.ops.nvfp4.dequantize(codes.reshape(rows, codes.shape[-1]), swizzled, factors, size, dtype)
     return values.view(*codes.shape[:-1], size)
 
@@ -84,10 +80,9 @@ def attend_codes(
     keys = decode_heads(key_codes, key_scale, key_factor, size, torch.float32)
     keys = rotate_heads_back(keys) if rotated else keys
     values = decode_heads(value_codes, value_scale, value_factor, value_size, torch.float32)
-    front = [] if front_keys is None else [front_keys.float()]
-    keys = torch.cat((*front, keys, latest_keys.float()), dim=2)
-    front = [] if front_values is None else [front_values.float()]
-    values = torch.cat((*front, values, latest_values.float()), dim=2)
+    front_k, front_v = ([] if front is None else [front.float()] for front in (front_keys, front_values))
+    keys = torch.cat((*front_k, keys, latest_keys.float()), dim=2)
+    values = torch.cat((*front_v, values, latest_values.float()), dim=2)
     front_size = 0 if front_keys is None else front_keys.shape[2]
     seen = _seen(lengths, first, tokens, front_size, key_codes.shape[2], latest_keys.shape[2], window)
     rows = q.float().view(batch, kv_heads, heads // kv_heads, tokens, size)
@@ -161,7 +156,7 @@ def _quantize_heads(x: Tensor, spec: int) -> tuple[Tensor, Tensor, Tensor]:
     unpacked = QuantizeSpec.unpack(spec)
     rows = x.detach().reshape(-1, x.shape[-1])
     exponent = _exponents(rows, unpacked)
-    scaled = rows.float() * _power(-exponent).unsqueeze(-1)
+    scaled = rows.float() * power_of_two(-exponent).unsqueeze(-1)
     # With this amax the per-tensor scale is 1, so that each row has only its own factor.
     amax = scaled.new_full((), unpacked.largest_value)
     codes, scale, _ = torch.ops.nvfp4.quantize(scaled, amax, None, spec)
@@ -173,8 +168,6 @@ def _quantize_heads(x: Tensor, spec: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _exponents(x: Tensor, spec: QuantizeSpec) -> Tensor:
     """Return the exponents of the rows' factors, int32 (n,). NaN and Inf do not count for the amax of a row."""
-    magnitude = x.abs().float()
-    amax = torch.where(magnitude.isfinite(), magnitude, 0.0).amax(dim=-1)
     # One below the exponent of the largest representable value, so that mantissas need not be compared.
     top = int(spec.largest_value).bit_length() - 2
-    return (torch.frexp(amax).exponent - 1 - top).clamp(-126, 126)
+    return (torch.frexp(reference.row_amax(x)).exponent - 1 - top).clamp(-126, 126)

@@ -8,6 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.ops.composite.step import normed, rotated_heads
 from nvfp4_tensor.ops.schemas import op
 
 WEIGHTS = 7
@@ -84,16 +85,16 @@ def decode_layers(
     for i, (k_cache, v_cache) in enumerate(zip(keys, values, strict=True)):
         q_w, k_w, v_w, o_w, gate_w, up_w, down_w = islice(weights, WEIGHTS)
         bias: list[Tensor | None] = [*biases[3 * i : 3 * i + 3]] or [None] * 3
-        normed = _norm(x, norms[2 * i], eps)
-        q, k, v = (_product(normed, w, b) for w, b in zip((q_w, k_w, v_w), bias, strict=True))
+        y = normed(x, norms[2 * i], eps)
+        q, k, v = (_product(y, w, b) for w, b in zip((q_w, k_w, v_w), bias, strict=True))
         kv_heads, length, dim = k_cache.shape[1:]
         q, k = q.view(-1, dim), k.view(kv_heads, dim)
         if head_norms:
-            q, k = _norm(q, head_norms[2 * i], eps), _norm(k, head_norms[2 * i + 1], eps)
+            q, k = (normed(each, head_norms[2 * i + j], eps) for j, each in enumerate((q, k)))
         at = int(position) % length if codes else int(position)
-        k_cache[0, :, at] = _rotate(k, cos, sin)
+        q, k = (rotated_heads(each[None], cos, sin)[0] for each in (q, k))
+        k_cache[0, :, at] = k
         v_cache[0, :, at] = v.view(kv_heads, dim)
-        q = _rotate(q, cos, sin)
         if codes:
             coded, its_front = codes[CODES * i : CODES * (i + 1)], front[2 * i : 2 * i + 2] or (None, None)
             lengths, oldest = position - (length - 1), (at + 1) % length
@@ -107,22 +108,12 @@ def decode_layers(
             scores = q.view(kv_heads, -1, dim).float() @ seen_keys.mT * scaling
             attended = torch.softmax(scores, -1) @ seen_values
         x = x + _product(attended.to(x.dtype).view(1, -1), o_w, None)
-        normed = _norm(x, norms[2 * i + 1], eps)
-        gate, up = _product(normed, gate_w, None), _product(normed, up_w, None)
+        y = normed(x, norms[2 * i + 1], eps)
+        gate, up = _product(y, gate_w, None), _product(y, up_w, None)
         x = x + _product(torch.nn.functional.silu(gate) * up, down_w, None)
-    return _norm(x, norms[-1], eps)
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return normed(x, norms[-1], eps)
 
 
 def _product(x: Tensor, weight: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     y: Tensor = torch.ops.nvfp4.matmul(x, None, *weight, bias, x.shape[-1], False, x.dtype)
     return y
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat((-high, low), -1) * sin

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nvfp4_tensor.ops.composite.step import Activation, gated, rms_norm
+from nvfp4_tensor.ops.composite.step import Activation, gated, normed, rotated_heads
 from nvfp4_tensor.ops.schemas import op
 
 PARTS = (
@@ -79,7 +79,7 @@ class Block:
         if weight is None:
             return x
         offset, is_rounded_before = float(bool(style & NormStyle.PLUS_ONE)), not style & NormStyle.ROUND_ONCE
-        return rms_norm(x, None, weight, self.numbers["eps"], offset, is_rounded_before)[0]
+        return normed(x, weight, self.numbers["eps"], offset, is_rounded_before)
 
     def product(self, x: Tensor, name: str) -> Tensor:
         part = self.parts[name]
@@ -123,7 +123,7 @@ def decode_step(
         position: the number of tokens before this one.
     """
     *blocks, last = unflatten(weights, kinds, numbers)
-    rotations = [(c.flatten(), s.flatten()) for c, s in zip(cos, sin, strict=True)]
+    rotations = [*zip(cos, sin, strict=True)]
     for block, k_cache, v_cache in zip(blocks, keys, values, strict=True):
         residual = block.numbers["residual"]
         rotation = None if block.kinds["rotary"] < 0 else rotations[block.kinds["rotary"]]
@@ -154,7 +154,7 @@ def _attention(
     q, k, v = block.products(x, ("q", "k", "v")).split([n * dim for n in (heads, kv_heads, kv_heads)], -1)
     q, k = _normed_heads(block, q, "q_norm", dim), _normed_heads(block, k, "k_norm", dim)
     if rotation is not None:
-        q, k = _rotate(q, *rotation), _rotate(k, *rotation)
+        q, k = (rotated_heads(each[None], *rotation)[0] for each in (q, k))
     at = _append(k_cache, v_cache, k, v.view(kv_heads, dim), position, block.kinds["window"])
     first = max(at + 1 - block.kinds["window"], 0) if block.kinds["window"] else 0
     seen_keys, seen_values = (cache[0, :, first : at + 1].float() for cache in (k_cache, v_cache))
@@ -173,13 +173,6 @@ def _normed_heads(block: Block, x: Tensor, name: str, dim: int) -> Tensor:
     weight = block.tensor(name)
     over_all = weight is not None and weight.numel() != dim
     return (block.normed(x, name) if over_all else block.normed(x.view(-1, dim), name)).view(-1, dim)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first elements of heads (heads, dim). Each operation rounds to the dtype of cos."""
-    turned, rest = x.split([len(cos), x.shape[-1] - len(cos)], -1)
-    low, high = turned.chunk(2, -1)
-    return torch.cat(((turned * cos + torch.cat((-high, low), -1) * sin).to(x.dtype), rest), -1)
 
 
 def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: int, window: int) -> int:

@@ -53,7 +53,7 @@ def amax_pair(x: Tensor, hadamard_sign: int = -1) -> tuple[Tensor, Tensor]:
     return amax(x), amax(x.t(), hadamard_sign)
 
 
-@op(returns="amax, amax_t")
+@op(returns="amax, amax_t", is_fake=True)
 def amax_pair_by_spec(
     x: Tensor, rng_state: Tensor | None, spec: int, spec_t: int, row0: SymInt = 0, col0: SymInt = 0
 ) -> tuple[Tensor, Tensor]:
@@ -236,7 +236,7 @@ def quantize_pair(
     )
 
 
-@op(returns="values, per_tensor_scale, t, scale_t, per_tensor_scale_t")
+@op(returns="values, per_tensor_scale, t, scale_t, per_tensor_scale_t", is_fake=True)
 def quantize_pair_values(
     x: Tensor,
     amax: Tensor | None,
@@ -325,7 +325,7 @@ def fake_quantize(
     return dequantize(qdata, scale, factor if scaled else None, columns, dtype), factor
 
 
-@op(returns="values, per_tensor_scale")
+@op(returns="values, per_tensor_scale", is_fake=True)
 def quantize_activation(x: Tensor, rng_state: Tensor | None, spec: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Run :func:`fake_quantize` with the amax of x and without the per-tensor scale, for W4A4 products.
 

@@ -28,7 +28,7 @@ class Activation(enum.IntEnum):
     """``(up + 1) * gate * sigmoid(alpha * gate)``, gate and up clamped to ``limit`` (gpt-oss)."""
 
 
-@op(returns="y, sum")
+@op(returns="y, sum", is_fake=True)
 def rms_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -52,18 +52,19 @@ def rms_norm(
     Returns:
         ``y``, and ``sum``, which is empty, (0,), if it would equal x.
     """
-    total = x
+    total = x = x.contiguous()
     if first_weight is not None:
-        total = _norm(total, first_weight, eps, offset, round_before_weight)
+        total = normed(total, first_weight, eps, offset, round_before_weight)
     if multiplier != 1.0:
         total = total * multiplier
     if residual is not None:
-        total = residual + total
-    y = x.new_empty((0,)) if weight is None else _norm(total, weight, eps, offset, round_before_weight)
+        total = residual.contiguous() + total
+    y = x.new_empty((0,)) if weight is None else normed(total, weight, eps, offset, round_before_weight)
     return y, x.new_empty((0,)) if total is x else total
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float, offset: float, round_before_weight: bool) -> Tensor:
+def normed(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, round_before_weight: bool = True) -> Tensor:
+    """Return the norm of x (..., D) as in :func:`rms_norm`."""
     wide = x.float()
     unit = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if round_before_weight:
@@ -207,19 +208,20 @@ def _normed_and_rotated(
     """Return q, k and v (B, heads or kv_heads, dim); shape: heads, kv_heads, dim."""
     heads, kv_heads, dim = shape
     q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
-    q, k = (_rotate(_heads(x, weight, dim, norm), cos, sin) for x, weight in ((q, q_norm), (k, k_norm)))
+    q, k = (rotated_heads(_heads(x, weight, dim, norm), cos, sin) for x, weight in ((q, q_norm), (k, k_norm)))
     return q, k, v.view(-1, kv_heads, dim)
 
 
 def _heads(x: Tensor, weight: Tensor | None, dim: int, norm: tuple[float, float, bool]) -> Tensor:
     """Split x (B, n * dim) into heads, normed where there is a weight."""
     if weight is not None and weight.numel() != dim:
-        x = _norm(x, weight, *norm)
+        x = normed(x, weight, *norm)
     x = x.view(x.shape[0], -1, dim)
-    return x if weight is None or weight.numel() != dim else _norm(x, weight, *norm)
+    return x if weight is None or weight.numel() != dim else normed(x, weight, *norm)
 
 
-def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def rotated_heads(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Rotate the first elements of each head of x (B, heads, dim) by cos and sin as in :func:`attend_one`."""
     if cos is None or sin is None:
         return x
     rotary = cos.shape[-1]
@@ -229,7 +231,7 @@ def _rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     return torch.cat((rotated.to(x.dtype), x[..., rotary:]), -1)
 
 
-@op()
+@op(is_fake=True)
 def gated(
     gate_up: Tensor, activation: int, limit: float = 7.0, alpha: float = 1.702, interleaved: bool = False
 ) -> Tensor:
@@ -241,6 +243,7 @@ def gated(
         limit, alpha: of ``CLAMPED_GLU``.
         interleaved: gate and up alternate in gate_up (gpt-oss's experts), in place of two halves.
     """
+    gate_up = gate_up.contiguous()
     gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if interleaved else gate_up.chunk(2, -1)
     if activation == Activation.CLAMPED_GLU:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -253,7 +256,13 @@ def gated(
     return torch.nn.functional.gelu(gate, approximate=approximate) * up
 
 
-@op()
+@op(is_fake=True)
+def linear_row(x: Tensor, w: Tensor) -> Tensor:
+    """Return x (1, K) @ w (N, K)^T, both dense bfloat16: (1, N). K is a multiple of 32."""
+    return (x.float() @ w.mT.float()).to(x.dtype)
+
+
+@op(is_fake=True)
 def linears(
     x: Tensor,
     qdata: Sequence[Tensor],
@@ -283,7 +292,7 @@ def _bias(biases: Sequence[Tensor], i: int) -> Tensor | None:
     return biases[i] if biases and biases[i].numel() else None
 
 
-@op(returns="y, sum")
+@op(returns="y, sum", is_fake=True)
 def norm_linears(
     x: Tensor,
     residual: Tensor | None,

@@ -19,7 +19,7 @@ DY_STREAM, DY_T_STREAM, W_FOR_DX_STREAM, X_T_STREAM, W_STREAM, X_STREAM = range(
 must be equal to cancel. Each has a stream of its own: dy depends on what x and w were rounded to."""
 
 
-@op(returns="y, qdata, scale, per_tensor_scale")
+@op(returns="y, qdata, scale, per_tensor_scale", is_fake=True)
 def train_linear(
     x: Tensor,
     x_scale: Tensor | None,
@@ -40,6 +40,7 @@ def train_linear(
 @op(
     returns="y, state, values, factor, x_qdata, x_scale, x_per_tensor_scale, qdata, scale, per_tensor_scale",
     tags=(torch.Tag.nondeterministic_seeded,),
+    is_fake=True,
 )
 def train_linear_forward(
     x: Tensor,
@@ -70,7 +71,7 @@ def train_linear_forward(
     return y, state, values, factor, *codes_t, *codes
 
 
-@op(returns="dx, dw")
+@op(returns="dx, dw", is_fake=True)
 def train_linear_backward(
     dy: Tensor,
     rng_state: Tensor | None,

@@ -30,7 +30,7 @@ from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.codes import Codes, Decoded
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops.composite import own_amax, own_amax_pair
+from nvfp4_tensor.ops.composite.quantization import own_amax, own_amax_pair
 from nvfp4_tensor.sharding.layout import UNSHARDED, MatrixSharding, agree_on_amax, all_reduce_amax
 
 Quantized: TypeAlias = "Codes | Decoded"
