@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from nvfp4_tensor.generation import attention  # registers "nvfp4" with transformers
-from nvfp4_tensor.generation.coded_states import CodedStates, Rows, StoredStates, append
+from nvfp4_tensor.generation.coded_states import CodedStates, StoredStates, append
 from nvfp4_tensor.generation.ring import GraphBuffers, Ring
 from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -39,9 +39,6 @@ RECENT = 64
 
 LARGEST_GROWTH = 32768
 """Tokens by which the room of ``max_tokens`` grows at most, and so what is free of it at most."""
-
-States = CodedStates
-__all__ = ["NVFP4CacheLayer", "Rows", "States", "nvfp4_cache"]  # pickles name Rows and States
 
 
 class NVFP4CacheLayer(DynamicLayer):
@@ -63,7 +60,6 @@ class NVFP4CacheLayer(DynamicLayer):
             ``sink``, or a ``max_tokens`` below 1.
     """
 
-    sink, rotate_keys, max_tokens, room = 0, False, None, 0  # of earlier pickles
     _ring: Ring | None = None
     _spare: tuple[tuple[CodedStates, ...], Ring | None] = (), None
 
@@ -101,12 +97,6 @@ class NVFP4CacheLayer(DynamicLayer):
         """Return the state of a copy, whose latest tokens are not in a ring."""
         self._settle()
         return {name: value for name, value in vars(self).items() if name not in ("_ring", "_spare")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        if "_states" in state:  # of earlier pickles
-            state["_pair"] = state.pop("_states")
-        vars(self).update(state)
 
     @property
     def _states(self) -> tuple[CodedStates, ...]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.hadamard import rotate_heads_back, rotation_size
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -66,9 +65,6 @@ class CodedStates:
                 self.rotation = rotate_heads_back(
                     torch.eye(rotation_size(x.shape[-1]), dtype=torch.float32, device=x.device)
                 )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(_from_rows(state) if "rows" in state else state)
 
     @property
     def coded(self) -> Coded:
@@ -320,30 +316,3 @@ def _attend_to_all(
     batch, heads, rows, size = query.shape
     out = attend(query.reshape(batch, heads * rows, 1, size), key, value, scale)  # type: ignore[arg-type]
     return out.view(batch, heads, rows, value.shape[-1])
-
-
-# --- pickles ---------------------------------------------------------------------------------------------------------
-
-
-class Rows:
-    """Earlier pickles hold codes as one: ordered by (token, batch, head), with swizzled block scales."""
-
-    columns: int
-    codes: Tensor
-    scale: Tensor
-    factor: Tensor
-
-
-def _from_rows(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of CodedStates from that of the earlier ``States``."""
-    rows: Rows = state["rows"]
-    latest: Tensor = state["latest"]
-    batch, heads = latest.shape[:2]
-    tokens = len(rows.codes) // (batch * heads)
-    linear = layout.unswizzle(rows.scale, len(rows.codes), rows.codes.shape[-1] * 2 // BLOCK)
-    states = CodedStates(latest)
-    states.reserve(tokens)
-    for into, old in zip(states.coded, (rows.codes, linear, rows.factor), strict=True):
-        into[:, :, :tokens] = old.view(torch.uint8).view(tokens, batch, heads, *old.shape[1:]).movedim(0, 2)
-    states.stored, states.latest = tokens, latest
-    return vars(states)

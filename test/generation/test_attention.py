@@ -3,7 +3,6 @@
 import copy
 import logging
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -333,19 +332,6 @@ def test_reset_and_growth():
     dense = DynamicLayer()
     dense.update(*torch.randn(2, 3, 1, 5, 64))
     assert layer.get_mask_sizes(3) == dense.get_mask_sizes(3)
-
-
-def test_a_pickle_of_the_earlier_layout():
-    """Written by the version whose codes were ordered by (token, batch, head), with what it had decoded them to."""
-    path = Path(__file__).parents[1] / "data/kv_cache/rows_by_token.pickle"
-    found = pickle.loads(path.read_bytes())
-    layer, keys = found["layer"], found["states"][0]
-    assert layer.get_seq_length() == 30 and [each.stored for each in layer._states] == [22, 22]
-    new = torch.randn(2, 2, 2, 1, 48).bfloat16()
-    for got, old, x in zip(layer.update(*new), found["states"], new, strict=True):
-        assert torch.equal(got + 0, torch.cat((old, x), dim=2))
-    layer.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(layer.update(*new)[0][:, :, :22] + 0, keys[[1, 0], :, :22])
 
 
 @pytest.mark.parametrize("window, padded", [(12, True), (12, False), (4096, True)])

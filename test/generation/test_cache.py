@@ -117,13 +117,6 @@ def test_keys_and_values_are_decoded_when_they_are_read():
     assert layer.keys is None and layer.values is None
 
 
-def test_bytes():
-    layer = NVFP4CacheLayer(recent=0)
-    layer.update(*states(batch=1, heads=4, tokens=256, head_dim=128))
-    numbers = 2 * 4 * 256 * 128
-    assert 8 * layer.nbytes / numbers == 4.5 + 8 / 128
-
-
 @pytest.mark.parametrize("rotate_keys", [False, True])
 def test_a_value_that_is_not_finite_stays_in_its_block(rotate_keys):
     """Of rotated keys, in its row."""
@@ -228,14 +221,6 @@ def test_only_layers_that_grow_are_quantized():
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def test_logits_are_near_those_without_a_quantized_cache():
-    model, ids = tiny_model(), torch.arange(40).unsqueeze(0) * 3 % 128
-    with torch.no_grad():
-        cached = model(ids, **{CACHE: nvfp4_cache(model.config, recent=0)}).logits
-        dense = model(ids).logits
-    assert 1e-4 < (cached - dense).norm() / dense.norm() < 0.1
-
-
 GREEDY = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
 
 
@@ -278,27 +263,8 @@ def test_a_prefix_is_used_again():
     assert pickle.loads(pickle.dumps(cache)).get_seq_length() == 12
 
 
-@pytest.mark.gpu
-def test_on_a_gpu_with_the_same_bytes():
-    keys, values = states(tokens=300)
-    here, there = NVFP4CacheLayer(recent=100), NVFP4CacheLayer(recent=100)
-    for start, end in ((0, 250), (250, 300)):
-        expected, got = (
-            layer.update(keys[..., start:end, :].to(device), values[..., start:end, :].to(device))
-            for layer, device in ((here, "cpu"), (there, "cuda"))
-        )
-    assert torch.equal(expected[1], got[1].cpu())
-    assert torch.allclose(expected[0], got[0].cpu(), rtol=2**-7, atol=1e-3)  # rotated back by a matrix product
-    for layer in (here, there):
-        layer.reorder_cache(torch.tensor([1, 0]))
-        layer.crop(-120)
-    a, b = here._states[0], there._states[0]
-    assert a.stored == b.stored == 180
-    assert all(torch.equal(x, y.cpu()) for x, y in zip(used(a), used(b), strict=True))
-
-
 def test_a_prompt_is_not_kept():
-    """The memory that keys and values of a layer refer to is what ``nbytes`` says, but for a slice of latest tokens."""
+    """The memory that keys and values of a layer refer to is what ``nbytes`` says; of codes, 4.5 bits a number."""
     layer = NVFP4CacheLayer(recent=20, sink=4)
     layer.update(*states(tokens=2000))
     found = {}
@@ -306,6 +272,9 @@ def test_a_prompt_is_not_kept():
         for t in (each.front, *each.coded, each.latest):
             found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
     assert sum(found.values()) == layer.nbytes
+    layer = NVFP4CacheLayer(recent=0)
+    layer.update(*states(batch=1, heads=4, tokens=256, head_dim=128))
+    assert 8 * layer.nbytes / (2 * 4 * 256 * 128) == 4.5 + 8 / 128
 
 
 def test_gradients_that_end_in_codes_warn():

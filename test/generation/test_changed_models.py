@@ -143,12 +143,9 @@ def add_lora(model):
 
 CHANGES = {  # by how tokens are decoded then
     "natively": [
-        ("Llama", double_weight), ("Llama", write(f"{LAYER}.self_attn.q_proj.weight")), ("Llama", set_scale),
-        ("Llama", replace("model.norm.weight")), ("Llama", set_("model.rotary_emb.attention_scaling", 1.5)),
-        ("Llama", drop_layer), ("Llama", replace_inner), ("Llama", replace("lm_head.weight")),
-        ("Llama", replace("model.embed_tokens.weight")), ("Qwen2", replace(f"{LAYER}.self_attn.k_proj.bias")),
-        ("Qwen2", write(f"{LAYER}.self_attn.q_proj.bias")), ("Qwen2", remove_bias),
-        ("Qwen3", replace(f"{LAYER}.self_attn.q_norm.weight")), ("Qwen3", write(f"{LAYER}.self_attn.k_norm.weight")),
+        ("Llama", double_weight), ("Llama", set_scale), ("Llama", set_("model.rotary_emb.attention_scaling", 1.5)),
+        ("Llama", drop_layer), ("Llama", replace_inner), ("Qwen2", replace(f"{LAYER}.self_attn.k_proj.bias")),
+        ("Qwen2", remove_bias), ("Qwen3", write(f"{LAYER}.self_attn.k_norm.weight")),
         ("Gemma2", set_(f"{LAYER}.self_attn.attn_logit_softcapping", 0.5)),
         ("Gemma2", write(f"{LAYER}.post_feedforward_layernorm.weight", 3.0)), ("Gemma3", scale_frequencies),
         ("Gemma3", set_(f"{LAYER}.self_attn.scaling", 3.0)), ("Phi3", write(f"{LAYER}.mlp.gate_up_proj.weight")),

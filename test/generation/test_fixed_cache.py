@@ -19,6 +19,21 @@ def states(tokens, batch=2, heads=3, dim=8):
     return torch.randn(batch, heads, tokens, dim), torch.randn(batch, heads, tokens, dim)
 
 
+def append(caches, tokens, batch=2):
+    """The same random tokens to each layer of all caches, which return the same."""
+    for i in range(2):
+        new = states(tokens, batch)
+        returned = [cache.update(*new, i) for cache in caches]
+        assert all(torch.equal(same[0], same[-1]) for same in zip(*returned, strict=True))
+
+
+def both(tokens=(7, 1, 4)):
+    caches = FixedCache(2, 10), DynamicCache()
+    for count in tokens:
+        append(caches, count)
+    return caches
+
+
 def assert_same(fixed, growing):
     for a, b in zip(fixed.layers, growing.layers, strict=True):
         assert a.get_seq_length() == b.get_seq_length()
@@ -26,59 +41,29 @@ def assert_same(fixed, growing):
         assert a.get_mask_sizes(5) == b.get_mask_sizes(5)
 
 
-def both(tokens=(7, 1, 4)):
-    fixed, growing = FixedCache(2, 10), DynamicCache()
-    for count in tokens:
-        for i in range(2):
-            keys, values = states(count)
-            for a, b in zip(fixed.update(keys, values, i), growing.update(keys, values, i), strict=True):
-                assert torch.equal(a, b)
-    return fixed, growing
-
-
-def test_grows_like_another_cache():
-    fixed, growing = both()
-    assert_same(fixed, growing)
-    assert fixed.layers[0].capacity == 256 and not fixed.is_compileable and fixed.get_seq_length() == 12
-
-
 def test_moves_to_larger_buffers():
     fixed, growing = both((250, 6))
+    assert fixed.layers[0].capacity == 256 and not fixed.is_compileable and fixed.get_seq_length() == 256
     buffers, moves = fixed.layers[0].buffers, fixed.moves
-    for cache in (fixed, growing):
-        torch.manual_seed(3)
-        for i in range(2):
-            cache.update(*states(1), i)
+    append((fixed, growing), 1)
     assert_same(fixed, growing)
     assert fixed.layers[0].capacity == 512 and fixed.layers[0].buffers[0] is not buffers[0] and fixed.moves == moves + 2
 
 
 @pytest.mark.parametrize("change", [
-    lambda cache: cache.crop(-5), lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    lambda cache: None, lambda cache: cache.crop(-5), lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
     lambda cache: cache.batch_repeat_interleave(3), lambda cache: cache.batch_select_indices(torch.tensor([1])),
-    lambda cache: cache.crop(0), lambda cache: cache.crop(-12),
+    lambda cache: cache.crop(0), lambda cache: cache.crop(-12), copy.deepcopy,
+    lambda cache: pickle.loads(pickle.dumps(cache)),
 ])  # fmt: skip
 def test_methods_of_transformers(change):
-    """After each, further tokens go on from there."""
+    """After each, further tokens go on from there; those of a copy are not those of the original."""
     fixed, growing = both()
-    for cache in (fixed, growing):
-        change(cache)
-    assert_same(fixed, growing)
-    keys, values = states(2, batch=fixed.layers[0].keys.shape[0])
-    for i in range(2):
-        for cache in (fixed, growing):
-            cache.update(keys, values, i)
-    assert_same(fixed, growing)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-def test_copies(copied):
-    fixed, growing = both()
-    other = copied(fixed)
-    for i in range(2):
-        other.update(*states(1), i)
-    assert_same(fixed, growing)
-    assert other.get_seq_length() == 13
+    changed = [change(cache) or cache for cache in (fixed, growing)]
+    assert_same(*changed)
+    append(changed, 2, batch=changed[0].layers[0].keys.shape[0])
+    assert_same(*changed)
+    assert changed[0] is fixed or fixed.get_seq_length() == 12
 
 
 def test_reset():
@@ -99,17 +84,14 @@ def test_a_far_limit_takes_no_memory(monkeypatch):
 def test_buffers_are_lent_again():
     lender = Buffers()
     cache = FixedCache(2, 100, lender)
-    for i in range(2):
-        cache.update(*states(4), i)
+    append([cache], 4)
     addresses = [each.buffers[0].data_ptr() for each in cache.layers]
     assert lender.in_use
     del cache
     gc.collect()
     assert not lender.in_use
     cache = FixedCache(2, 50, lender)
-    for i in range(2):
-        keys, values = states(3)
-        assert torch.equal(cache.update(keys, values, i)[1], values)
+    append([cache, DynamicCache()], 3)
     assert [each.buffers[0].data_ptr() for each in cache.layers] == addresses
     assert not cache.layers[0].buffers[0][:, :, 3:].any()  # nothing of the text before
     other = FixedCache(2, 50, lender)
