@@ -77,11 +77,8 @@ def test_any_values_in_any_format(data, name, rows, columns):
     numbers = data.draw(st.lists(floats, min_size=rows * columns, max_size=rows * columns))
     x = torch.tensor(numbers, dtype=torch.float32).reshape(rows, columns).to(dtype)
     modes = [m for m in ScaleMode if _allowed(format, m)]
-    how = {
-        "scale_mode": data.draw(st.sampled_from([None, *modes])),
-        "round_mode": data.draw(st.sampled_from(ROUNDS)),
-        "rng_state": STATE,
-    }
+    how = {"scale_mode": data.draw(st.sampled_from([None, *modes])), "rng_state": STATE}
+    how["round_mode"] = data.draw(st.sampled_from(ROUNDS))
     y = emulation.cast(x, format, **how)
     actual = emulation.cast(x, format, cast_mode="actual", **how)
     packed = emulation.cast(x, format, cast_mode="compressed", **how)
@@ -107,28 +104,24 @@ def _allowed(format, mode):
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", FORMATS)
 def test_seeds_repeat_and_a_shard_of_the_rows_keeps_its_bits(name):
+    def cast(x, **how):
+        return emulation.cast(x, name, round_mode="stochastic", **how)
+
     x = sample((40, 64))
-    how = {"round_mode": "stochastic", "rng_state": STATE}
-    y = emulation.cast(x, name, **how)
-    assert torch.equal(y, emulation.cast(x, name, **how))
-    assert torch.equal(
-        y[:8], emulation.cast(x[:8], name, amax=x.abs().max() if FORMATS[name].two_level else None, **how)
-    )
-    assert not torch.equal(y, emulation.cast(x, name, round_mode="stochastic", rng_state=STATE + 1))
-    first, second = (
-        emulation.cast(x, name, round_mode="stochastic", generator=torch.Generator().manual_seed(5)) for _ in range(2)
-    )
-    assert torch.equal(first, second)
+    y = cast(x, rng_state=STATE)
+    assert torch.equal(y, cast(x, rng_state=STATE)) and not torch.equal(y, cast(x, rng_state=STATE + 1))
+    amax = x.abs().max() if FORMATS[name].two_level else None
+    assert torch.equal(y[:8], cast(x[:8], amax=amax, rng_state=STATE))
+    assert torch.equal(*(cast(x, generator=torch.Generator().manual_seed(5)) for _ in range(2)))
     torch.manual_seed(6)
-    drawn = emulation.cast(x, name, round_mode="stochastic")
+    drawn = cast(x)
     torch.manual_seed(6)
-    assert torch.equal(drawn, emulation.cast(x, name, round_mode="stochastic"))
+    assert torch.equal(drawn, cast(x))
     if name == "nvfp4":
         spec = QuantizeSpec(round_mode="stochastic")
         assert torch.equal(y, fake_quantize(x, spec, rng_state=STATE))
-        assert torch.equal(
-            emulation.cast(x, name, cast_mode="compressed", **how).data, quantize(x, spec, rng_state=STATE).qdata
-        )
+        packed = cast(x, cast_mode="compressed", rng_state=STATE)
+        assert torch.equal(packed.data, quantize(x, spec, rng_state=STATE).qdata)
 
 
 # --- compute modes, errors -------------------------------------------------------------------------------------------
@@ -149,30 +142,23 @@ def test_native_warns_and_torch_computes(monkeypatch):
     assert torch.equal(y, emulation.cast(x, "nvfp4"))
 
 
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"format": ["mxfp4"]}, ValueError, r"unknown format \['mxfp4'\]: use a BlockFormat"),
-        ({"format": "mxfp5"}, ValueError, "unknown format 'mxfp5': use a BlockFormat or one of 'nvfp4', 'mxfp4'"),
-        (
-            {"scale_mode": "nearest"},
-            ValueError,
-            "'nearest' is not supported for e8m0 scales of e2m1 elements: use 'floor'",
-        ),
-        ({"scale_mode": "round"}, ValueError, "unknown scale_mode 'round': use a ScaleMode or one of 'floor'"),
-        ({"format": "nvfp4", "scale_mode": "floor"}, ValueError, "e4m3 scales of e2m1 elements: use 'nearest', 'up'"),
-        ({"format": "mxint8", "scale_mode": "ceil"}, ValueError, "e8m0 scales of int8 elements: use 'floor'"),
-        ({"round_mode": "nearest"}, ValueError, "unknown round_mode 'nearest'"),
-        ({"round_mode": RoundingMode.EDEN}, ValueError, "use fake_quantize"),
-        ({"cast_mode": "fake"}, ValueError, "unknown cast_mode 'fake': use a CastMode or one of 'virtual', 'actual'"),
-        ({"compute_mode": "gpu"}, ValueError, "unknown compute_mode 'gpu'"),
-        ({"amax": 3.0}, ValueError, "mxfp4 has no tensor scale for amax to set"),
-        ({"x": torch.ones(())}, ValueError, "use x.reshape\\(1\\)"),
-        ({"x": torch.ones(4, dtype=torch.float64)}, TypeError, "bfloat16, float16 or float32, got .*float64"),
-        ({"x": [1.0]}, TypeError, "use torch.as_tensor first"),
-        ({"rng_state": torch.tensor([1.0, 2.0])}, ValueError, "rng_state must be int64"),
-    ],
-)
+@pytest.mark.parametrize("change, error, message", [
+    ({"format": ["mxfp4"]}, ValueError, r"unknown format \['mxfp4'\]: use a BlockFormat"),
+    ({"format": "mxfp5"}, ValueError, "unknown format 'mxfp5': use a BlockFormat or one of 'nvfp4', 'mxfp4'"),
+    ({"scale_mode": "nearest"}, ValueError, "'nearest' is not supported for e8m0 scales of e2m1 elements: use 'floor'"),
+    ({"scale_mode": "round"}, ValueError, "unknown scale_mode 'round': use a ScaleMode or one of 'floor'"),
+    ({"format": "nvfp4", "scale_mode": "floor"}, ValueError, "e4m3 scales of e2m1 elements: use 'nearest', 'up'"),
+    ({"format": "mxint8", "scale_mode": "ceil"}, ValueError, "e8m0 scales of int8 elements: use 'floor'"),
+    ({"round_mode": "nearest"}, ValueError, "unknown round_mode 'nearest'"),
+    ({"round_mode": RoundingMode.EDEN}, ValueError, "use fake_quantize"),
+    ({"cast_mode": "fake"}, ValueError, "unknown cast_mode 'fake': use a CastMode or one of 'virtual', 'actual'"),
+    ({"compute_mode": "gpu"}, ValueError, "unknown compute_mode 'gpu'"),
+    ({"amax": 3.0}, ValueError, "mxfp4 has no tensor scale for amax to set"),
+    ({"x": torch.ones(())}, ValueError, "use x.reshape\\(1\\)"),
+    ({"x": torch.ones(4, dtype=torch.float64)}, TypeError, "bfloat16, float16 or float32, got .*float64"),
+    ({"x": [1.0]}, TypeError, "use torch.as_tensor first"),
+    ({"rng_state": torch.tensor([1.0, 2.0])}, ValueError, "rng_state must be int64"),
+])  # fmt: skip
 def test_invalid_arguments_raise(change, error, message):
     call = {"x": torch.ones(2, 32), "format": "mxfp4", **change}
     with pytest.raises(error, match=message):
