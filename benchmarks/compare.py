@@ -137,13 +137,8 @@ def report(old: dict, new: dict) -> tuple[str, bool]:
 
 
 def _row(change: Change) -> tuple[str, ...]:
-    return (
-        change.what,
-        seconds(change.old.median),
-        seconds(change.new.median),
-        f"{change.factor:.3f}",
-        change.verdict,
-    )
+    times = seconds(change.old.median), seconds(change.new.median)
+    return change.what, *times, f"{change.factor:.3f}", change.verdict
 
 
 def _mean_factor(compared: Sequence[Change]) -> float:

@@ -109,21 +109,16 @@ def main() -> None:
     where = content["machine"].get("gpu", content["machine"]["processor"])
     report(f"{where}, native: {content['native'][device.type]}, median of {arguments.repeats}")
     for name in arguments.models:
-        model = MODELS[name]
-        model = dataclasses.replace(
-            model, rows=model.rows // arguments.shrink, columns=model.columns // arguments.shrink
-        )
+        rows, columns = (size // arguments.shrink for size in (MODELS[name].rows, MODELS[name].columns))
+        model = dataclasses.replace(MODELS[name], rows=rows, columns=columns)
         weights = Experts.random(model, device)
         groups = {tokens: group_ends(model, tokens, arguments.skewed, device) for tokens in arguments.tokens}
         timed = [v for tokens, offs in groups.items() for v in variants(model, weights, tokens, offs)]
         timings = harness.measure(timed, device, repeats=arguments.repeats)
         copy = timings[harness.COPY].bandwidth / 1e9
-        report(
-            f"\n{name}: {model.experts} experts of {model.rows}x{model.columns}, top {model.top}, copy {copy:.0f} GB/s"
-        )
-        content["runs"].append(
-            {"model": name, **dataclasses.asdict(model), "tokens": show(report, model, groups, timings)}
-        )
+        report(f"\n{name}: {model.experts} experts of {rows}x{columns}, top {model.top}, copy {copy:.0f} GB/s")
+        kept = show(report, model, groups, timings)
+        content["runs"].append({"model": name, **dataclasses.asdict(model), "tokens": kept})
     subject = "experts_skewed" if arguments.skewed else "experts"
     harness.save(harness.result_path(device, subject, arguments.out), content, report.text)
 

@@ -44,6 +44,12 @@ def at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def shape(text: str) -> tuple[int, int]:
+    """An argparse type: 4096x8192."""
+    rows, columns = map(int, text.split("x"))
+    return rows, columns
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """Something to time: run() does the work once; moved is the minimal number of bytes read and written."""
@@ -256,11 +262,8 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    ours, others = (
-        ("nvfp4-tensor", "torchao", "transformers", "triton"),
-        ("humming-kernels", "quack-kernels", "mslk-cuda"),
-    )
-    for package in (*ours, *others):
+    peers = "humming-kernels", "quack-kernels", "mslk-cuda"
+    for package in ("nvfp4-tensor", "torchao", "transformers", "triton", *peers):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -332,16 +335,6 @@ def save(path: Path, content: dict, text: str) -> None:
     """Save the record as JSON, and the printed tables as .txt in the same folder."""
     path.write_text(json.dumps(content, indent=1) + "\n")
     path.with_suffix(".txt").write_text(text.rstrip() + "\n")
-
-
-def with_earlier(rows: Sequence[dict], path: Path, key: str, **same: object) -> list[dict]:
-    """Return the rows, with those of the record at ``path`` that were not run again, if its settings are the same.
-
-    Rows are matched by ``key``. The order of the record is kept, and new rows come last.
-    """
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    kept = earlier["rows"] if earlier and all(earlier.get(name) == value for name, value in same.items()) else []
-    return list({row[key]: row for row in (*kept, *rows)}.values())
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

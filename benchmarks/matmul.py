@@ -66,15 +66,9 @@ class Layer:
         dense = torch.randn(rows, columns, device=device, generator=generator).bfloat16()
         return cls(dense, *torch.ops.nvfp4.quantize(dense, torch.ops.nvfp4.amax(dense, -1), None, NEAREST))
 
-    def product(self, x: Tensor, x_scale: Tensor | None = None) -> Tensor:
-        return torch.ops.nvfp4.matmul(
-            x, x_scale, self.codes, self.scale, self.factor, None, self.dense.shape[1], False, x.dtype
-        )
-
-    def gradient(self, g: Tensor) -> Tensor:
-        return torch.ops.nvfp4.matmul(
-            g, None, self.codes, self.scale, self.factor, None, self.dense.shape[1], True, g.dtype
-        )
+    def product(self, x: Tensor, x_scale: Tensor | None = None, transposed: bool = False) -> Tensor:
+        w, columns = (self.codes, self.scale, self.factor), self.dense.shape[1]
+        return torch.ops.nvfp4.matmul(x, x_scale, *w, None, columns, transposed, x.dtype)
 
     def product_of_quantized(self, x: Tensor) -> Tensor:
         """W4A4 without FP4 tensor cores: x is quantized and decoded, and the epilogue applies its per-tensor scale."""
@@ -104,7 +98,7 @@ def ways(report: harness.Report, layers: list[Layer], xs: list[Tensor], wanted: 
 def ways_backward(layers: list[Layer]) -> dict[str, list[Linear]]:
     return {
         "bf16": [functools.partial(torch.matmul, other=layer.dense) for layer in layers],
-        "nvfp4": [layer.gradient for layer in layers],
+        "nvfp4": [functools.partial(layer.product, transposed=True) for layer in layers],
     }
 
 
@@ -138,17 +132,8 @@ def show(
         ratios = {way: times["bf16"].median / times[way].median for way in ways if way != "bf16"}
         share = times["nvfp4"].bandwidth / limit
         kept.append({"m": m, "ratio": ratios, "share": share, **{w: dataclasses.asdict(t) for w, t in times.items()}})
-        lines.append(
-            [
-                str(m),
-                seconds(bf16),
-                seconds(nvfp4),
-                f"{ratios['nvfp4']:.2f}x",
-                f"{share:.0%}",
-                f"{flops * m / nvfp4 / 1e12:.3g}",
-                *(f"{ratios[way]:.2f}x" for way in ways[2:]),
-            ]
-        )
+        line = [str(m), seconds(bf16), seconds(nvfp4), f"{ratios['nvfp4']:.2f}x", f"{share:.0%}"]
+        lines.append([*line, f"{flops * m / nvfp4 / 1e12:.3g}", *(f"{ratios[way]:.2f}x" for way in ways[2:])])
     others = [f"{way} x bf16" for way in ways[2:]]
     report("single product" if length == 1 else f"chain of {length} weights, one product")
     report(harness.table(["M", "bf16", "nvfp4", "nvfp4 x bf16", "of copy", "TFLOP/s", *others], lines))
@@ -193,25 +178,17 @@ def chain_length(rows: int, columns: int) -> int:
     return math.ceil(CHAIN_BYTES / (rows * columns * 9 / 16))
 
 
-def shape(text: str) -> tuple[int, int]:
-    rows, columns = map(int, text.split("x"))
-    return rows, columns
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--shapes", type=shape, nargs="+", help="N x K of the weights")
+    parser.add_argument("--shapes", type=harness.shape, nargs="+", help="N x K of the weights")
     parser.add_argument("--published", action="store_true", help="20 weights of published models")
     parser.add_argument("--gradients", action="store_true", help="gradients (M, N) times w instead")
     parser.add_argument("--rows", type=harness.at_least(1), nargs="+", help="rows of x")
-    parser.add_argument(
-        "--chain", type=harness.at_least(1), help="weights of a chain (default: 256 MB on CUDA, none on CPU)"
-    )
+    at_least_1 = harness.at_least(1)
+    parser.add_argument("--chain", type=at_least_1, help="weights of a chain (default: 256 MB on CUDA, none on CPU)")
     parser.add_argument("--peers", nargs="*", choices=peers.PRODUCTS, default=list(peers.PRODUCTS), help="default: all")
-    parser.add_argument(
-        "--repeats", type=harness.at_least(1), help="timed runs of each variant (default: 25 on CUDA, 5 on CPU)"
-    )
+    parser.add_argument("--repeats", type=at_least_1, help="timed runs of each (default: 25 on CUDA, 5 on CPU)")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)

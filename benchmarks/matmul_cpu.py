@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import linear
@@ -28,8 +29,7 @@ SMALL, SMALL_ROWS = ((576, 576), (192, 576), (1536, 576), (576, 1536)), (1,)
 TORCH = "torch"
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     shape: tuple[int, int]
     rows: int
 
@@ -42,7 +42,6 @@ def variants(case: Case, dtype: torch.dtype, sets: list[str]) -> list[Variant]:
     x = torch.randn(case.rows, k, generator=generator).to(dtype)
     q = quantize(w)
     own = (case.rows * (n + k)) * x.element_size()
-
     in_use = native.instruction_set()
 
     def multiply(isa: str) -> None:
@@ -63,25 +62,12 @@ def row(case: Case, isa: str, timings: dict[str, Timing]) -> tuple[dict, list[st
     timing, peer, limit = timings[isa], timings[TORCH], timings[harness.COPY]
     n, k = case.shape
     flops = 2 * case.rows * n * k / timing.median
-    kept = {
-        "shape": [n, k],
-        "rows": case.rows,
-        "instruction_set": isa,
-        **{key: value for key, value in dataclasses.asdict(timing).items() if key != "name"},
-        "share": timing.bandwidth / limit.bandwidth,
-        "flops": flops,
-        "torch": peer.median,
-        "speedup": peer.median / timing.median,
-    }
-    line = [
-        f"{n}x{k}, M={case.rows}, {isa}",
-        seconds(timing.median),
-        f"{timing.bandwidth / 1e9:.3g} GB/s",
-        f"{kept['share']:.0%}",
-        f"{flops / 1e9:.3g} GFLOP/s",
-        seconds(peer.median),
-        f"{kept['speedup']:.2f}x",
-    ]
+    share, speedup = timing.bandwidth / limit.bandwidth, peer.median / timing.median
+    kept = {key: value for key, value in dataclasses.asdict(timing).items() if key != "name"}
+    kept |= {"shape": [n, k], "rows": case.rows, "instruction_set": isa, "share": share, "flops": flops}
+    kept |= {"torch": peer.median, "speedup": speedup}
+    speeds = [f"{timing.bandwidth / 1e9:.3g} GB/s", f"{share:.0%}", f"{flops / 1e9:.3g} GFLOP/s"]
+    line = [f"{n}x{k}, M={case.rows}, {isa}", seconds(timing.median), *speeds, seconds(peer.median), f"{speedup:.2f}x"]
     return kept, line
 
 
@@ -106,14 +92,11 @@ def cases_of(shapes: list[tuple[int, int]] | None, rows: list[int] | None) -> li
     return [Case(shape, m) for shape, m in itertools.product(shapes, rows or LARGE_ROWS)]
 
 
-def shape(text: str) -> tuple[int, int]:
-    rows, columns = map(int, text.split("x"))
-    return rows, columns
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=shape, nargs="+", help="N x K (default: 4096x4096 and SmolLM2-135M's layers)")
+    parser.add_argument(
+        "--shapes", type=harness.shape, nargs="+", help="N x K (default: 4096x4096 and SmolLM2-135M's layers)"
+    )
     parser.add_argument("--rows", type=int, nargs="+", help="rows of x (default: 1 to 1024)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])

@@ -134,25 +134,21 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
     amax_t = nvfp4.amax_pair(x, hadamard.hadamard_sign)[1]
     packed = nvfp4.quantize(x, amax, state, NEAREST.pack())
 
-    def quantize(spec: QuantizeSpec) -> Run:
-        bits = spec.pack()
-        return lambda: nvfp4.quantize(x, amax, state, bits)
-
-    def with_amax(spec: QuantizeSpec) -> Run:
-        bits = spec.pack()
-        return lambda: nvfp4.quantize(x, None, state, bits)
+    def quantize(spec: QuantizeSpec, given: Tensor | None = amax) -> Run:
+        return functools.partial(nvfp4.quantize, x, given, state, spec.pack())
 
     def fake(spec: QuantizeSpec) -> Run:
-        bits = spec.pack()
-        return lambda: nvfp4.fake_quantize(x, amax, state, bits, x.dtype)
+        return functools.partial(nvfp4.fake_quantize, x, amax, state, spec.pack(), x.dtype)
 
-    def pair(spec: QuantizeSpec, spec_t: QuantizeSpec, amax_of_transpose: Tensor) -> Run:
-        bits, bits_t = spec.pack(), spec_t.pack()
-        return lambda: nvfp4.quantize_pair(x, amax, amax_of_transpose, state, bits, bits_t)
+    def pair(spec_t: QuantizeSpec, amax_of_transpose: Tensor) -> Run:
+        return functools.partial(
+            nvfp4.quantize_pair, x, amax, amax_of_transpose, state, STOCHASTIC.pack(), spec_t.pack()
+        )
 
     def pair_values(spec: QuantizeSpec, spec_t: QuantizeSpec, codes_t: bool) -> Run:
-        bits, bits_t = spec.pack(), spec_t.pack()
-        return lambda: nvfp4.quantize_pair_values(x, amax, amax_t, state, bits, bits_t, codes_t)
+        return functools.partial(
+            nvfp4.quantize_pair_values, x, amax, amax_t, state, spec.pack(), spec_t.pack(), codes_t
+        )
 
     plain_hadamard = NEAREST.replace(hadamard_sign=True)
     search, eden = NEAREST.replace(scale_search="mse"), QuantizeSpec(round_mode="eden")
@@ -166,16 +162,16 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
         ("quantize, stochastic, 16x16", quantize(STOCHASTIC.replace(block_rows=16)), dense + small),
         ("quantize, four-over-six (mse)", quantize(NEAREST.replace(four_over_six="mse")), dense + small),
         ("quantize, four-over-six (mae)", quantize(NEAREST.replace(four_over_six="mae")), dense + small),
-        ("amax + quantize, nearest", with_amax(NEAREST), 2 * dense + small),
-        ("amax + quantize, stochastic", with_amax(STOCHASTIC), 2 * dense + small),
-        ("amax + quantize, search (mse)", with_amax(NEAREST.replace(scale_search="mse")), 2 * dense + small),
-        ("amax + quantize, EDEN", with_amax(QuantizeSpec(round_mode="eden")), 2 * dense + small),
+        ("amax + quantize, nearest", quantize(NEAREST, None), 2 * dense + small),
+        ("amax + quantize, stochastic", quantize(STOCHASTIC, None), 2 * dense + small),
+        ("amax + quantize, search (mse)", quantize(NEAREST.replace(scale_search="mse"), None), 2 * dense + small),
+        ("amax + quantize, EDEN", quantize(QuantizeSpec(round_mode="eden"), None), 2 * dense + small),
         ("dequantize", lambda: nvfp4.dequantize(*packed, columns, x.dtype), dense + small),
         ("fake quantize, nearest", fake(NEAREST), 2 * dense),
         ("fake quantize, stochastic", fake(STOCHASTIC), 2 * dense),
         ("amax of row and transpose, Hadamard", lambda: nvfp4.amax_pair(x, hadamard.hadamard_sign), dense),
-        ("row and transpose, stochastic", pair(STOCHASTIC, STOCHASTIC, amax), dense + 2 * small),
-        ("row and transpose, Hadamard, stochastic", pair(STOCHASTIC, hadamard, amax_t), dense + 2 * small),
+        ("row and transpose, stochastic", pair(STOCHASTIC, amax), dense + 2 * small),
+        ("row and transpose, Hadamard, stochastic", pair(hadamard, amax_t), dense + 2 * small),
         ("values and codes of transpose, Hadamard", pair_values(NEAREST, plain_hadamard, True), 2 * dense + small),
         ("values of both, Hadamard, stochastic", pair_values(STOCHASTIC, hadamard, False), 3 * dense),
         ("quantize, search (mse)", quantize(search), dense + small),
@@ -205,15 +201,9 @@ def show(report: harness.Report, items: list[Subject], timings: dict[str, Timing
         times = {peer: timings[f"{item.name} / {peer}"].median / timing.median for peer in peers if peer in item.peers}
         share = timing.bandwidth / limit.bandwidth
         kept.append({**dataclasses.asdict(timing), "bandwidth": timing.bandwidth, "share": share, "times": times})
-        rows.append(
-            [
-                item.name,
-                seconds(timing.median),
-                f"{timing.bandwidth / 1e9:.3g} GB/s",
-                f"{share:.0%}",
-                *(f"{times[peer]:.1f}x" if peer in times else "" for peer in peers),
-            ]
-        )
+        peer_times = [f"{times[peer]:.1f}x" if peer in times else "" for peer in peers]
+        moved = f"{timing.bandwidth / 1e9:.3g} GB/s"
+        rows.append([item.name, seconds(timing.median), moved, f"{share:.0%}", *peer_times])
     report(harness.table(["", "time", "moved", "of copy", *peers], rows))
     for suffix in ("", ", 16x16"):
         nearest, stochastic = (timings[f"quantize, {mode}{suffix}"].median for mode in ("nearest", "stochastic"))
@@ -260,7 +250,7 @@ def host_times(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 
 def shape(text: str) -> tuple[int, int]:
-    rows, columns = map(int, text.split("x"))
+    rows, columns = harness.shape(text)
     if columns % BLOCK:
         raise argparse.ArgumentTypeError(f"columns are a multiple of {BLOCK} here, for the peers' sake: {text}")
     return rows, columns

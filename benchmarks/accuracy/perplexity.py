@@ -104,17 +104,13 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], None]]] = {
     "folded": ("AWQ's scales + scale search *", _folded),
     "gptq": ("GPTQ *", _gptq(NVFP4WeightOnlyConfig())),
     "gptq_search": ("GPTQ + scale search *", _gptq(WEIGHTS)),
-    "gptq_to_dense": (
-        "  aiming at the dense model *",
-        _gptq(WEIGHTS, dense_target_weight=1.0, sequential_within_layer=True),
-    ),
+    "gptq_to_dense": ("  aiming at the dense model *",
+                      _gptq(WEIGHTS, dense_target_weight=1.0, sequential_within_layer=True)),
     "gptq_own_text": ("GPTQ + scale search on its own text", _gptq_on_own_text),
     "dense_ends": ("scale search, 4 of 30 blocks dense", _all_but_ends),
     "nearest_fp8": ("nearest, FP8 activations", _plain(NVFP4WeightOnlyConfig(activations="fp8"))),
-    "search_fp8": (
-        "scale search, FP8 activations",
-        _plain(NVFP4WeightOnlyConfig(weight_spec=SEARCH, activations="fp8")),
-    ),
+    "search_fp8": ("scale search, FP8 activations",
+                   _plain(NVFP4WeightOnlyConfig(weight_spec=SEARCH, activations="fp8"))),
     "w4a4": ("W4A4, nearest", _plain(NVFP4Config())),
     "w4a4_search": ("W4A4, scale search for weights", _plain(BOTH)),
     "w4a4_static": ("  static *", _calibrated(BOTH)),
@@ -123,7 +119,7 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], None]]] = {
     "w4a4_gptq": ("W4A4, GPTQ + scale search *", _gptq(BOTH)),
     "w4a4_rows_gptq": ("  a scale a token *", _gptq(NVFP4Config(weight_spec=SEARCH, row_scaled=True))),
     **llama_rows.ROWS,
-}
+}  # fmt: skip
 """Name -> (what the table calls it, what it does to the dense model). A star: it learns from the docstrings."""
 
 
@@ -180,15 +176,11 @@ def summary(name: str, row: dict[str, Any], base: Tensor, torchao: Tensor) -> di
     difference = row["losses"] - base
     here, exact, peer = (math.exp(values.double().mean()) for values in (row["losses"], base, torchao))
     return {
-        "name": name,
-        "label": ROWS[name][0],
-        "perplexity": here,
-        "increase": difference.double().mean().item(),
+        "name": name, "label": ROWS[name][0], "perplexity": here, "increase": difference.double().mean().item(),
         "standard_error": difference.double().std().item() / len(difference) ** 0.5,
         "gap_closed": (peer - here) / (peer - exact) if peer != exact else None,
-        "bits": row["bits"],
-        "seconds": row["seconds"],
-    }
+        "bits": row["bits"], "seconds": row["seconds"],
+    }  # fmt: skip
 
 
 def report(folder: Path, device: torch.device, tokens: int, output: Path | None) -> None:

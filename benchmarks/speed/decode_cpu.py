@@ -38,24 +38,16 @@ from torch import Tensor, nn
 from torchao.quantization import quantize_
 
 from benchmarks.harness import Report, at_least, record, result_path, save, table
+from benchmarks.speed.stock_llama import SHAPES, stock_llama
 from nvfp4_cli.demo.model import load_model
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.generation.step import NativeDecoder, decode_natively
+from nvfp4_tensor.sizes import stored_bytes
 
 MODELS = ("smollm2", "llama-1b", "tiny")
+"""The tiny one is for the test of this file."""
 PROMPT = 32
-LLAMA_1B = {
-    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192,
-    "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-SHAPES = {
-    "llama-1b": LLAMA_1B,
-    "tiny": LLAMA_1B | {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1,
-                        "num_attention_heads": 8, "num_key_value_heads": 2},
-}  # fmt: skip
-"""Random models; the tiny one is for the test of this file."""
 CONFIG = NVFP4WeightOnlyConfig(four_over_six=True)
 
 
@@ -139,17 +131,7 @@ def dense_model(name: str) -> tuple[nn.Module, Any]:
     """(a Llama of transformers in bfloat16, its tokenizer or None)."""
     if name == "smollm2":
         return load_model()
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SHAPES[name])).to(torch.bfloat16)
-    rotary = type(model.model.rotary_emb)(model.config)
-    model.to_empty(device="cpu").tie_weights()
-    model.model.rotary_emb = rotary
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5) if parameter.dim() > 1 else nn.init.ones_(parameter)
-    return model.eval(), None
+    return stock_llama(SHAPES[name], "bf16", torch.device("cpu"), tied=True), None
 
 
 def with_own_head(model: nn.Module) -> nn.Module:
@@ -171,7 +153,7 @@ def with_own_head(model: nn.Module) -> nn.Module:
 def contenders(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
     """By name: a model of ours, or the path of a GGUF."""
     model, tokenizer = dense_model(name)
-    model.generation_config.eos_token_id = None  # every run writes as many tokens
+    model.generation_config.eos_token_id = None  # of the demo's, too: every run writes as many tokens
     dense = folder / "dense.gguf"
     write = {"format": "gguf", "tokenizer": tokenizer, "progress": False, "mismatched_scales": "keep"}
     checkpoints.save(model, dense, **write)
@@ -195,13 +177,9 @@ def bytes_read(thing: nn.Module | Path) -> int:
 
         sizes = {name: int(tensor.n_bytes) for name, tensor in FORMAT.read(thing)._tensors.items()}
         return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
-    sizes = {name: stored(t) for name, t in ModelCheckpoint(thing)._tensors.items()}
+    sizes = {name: stored_bytes(t) for name, t in ModelCheckpoint(thing)._tensors.items()}
     tied = thing.lm_head.weight is thing.model.embed_tokens.weight
     return sum(sizes.values()) - (0 if tied else sizes["model.embed_tokens.weight"])
-
-
-def stored(t: Tensor) -> int:
-    return t.stored_bytes if isinstance(t, NVFP4Tensor) else t.numel() * t.element_size()
 
 
 # --- the race --------------------------------------------------------------------------------------------------------
@@ -230,7 +208,7 @@ def run_model(report: Report, name: str, threads: int, arguments: argparse.Names
             each: Llama(thing, threads, length) if isinstance(thing, Path) else generate_with(thing)
             for each, thing in things.items()
         }
-        prompt = torch.arange(1000, 1000 + PROMPT)
+        prompt = torch.arange(100, 100 + PROMPT)
         load = os.getloadavg()[0]
         try:
             taken = race(runs, prompt, arguments.tokens, arguments.rounds)

@@ -20,6 +20,7 @@ tokens/s counts the tokens after the first, for the whole batch; "whole call" co
 call, with its prompt. "of copy" is the share of the copy bandwidth at which a step reads the linears and the cache.
 "same text" is how many tokens agree with the first way that wrote with these weights: rounding differs, so texts of
 random weights part at a near tie. "set-up" is the time to make the model, compile or capture, and write the first text.
+"peak GB" is the most memory that is allocated while texts are written: weights, cache, graphs and the prompt's values.
 
 Contenders run one after the other, those that compile last, and each row is saved when it is measured. Rows of an
 earlier file with the same settings are kept, and those of the same commit and machine are not measured again (--again
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import itertools
 import json
 import statistics
@@ -55,6 +57,7 @@ from benchmarks.speed.stock_llama import (
 )
 from nvfp4_tensor import NVFP4WeightOnlyConfig
 from nvfp4_tensor.generation import decode_natively, generate, nvfp4_cache
+from nvfp4_tensor.sizes import stored_bytes
 
 BASELINE = "bf16"
 WAYS = ("eager", "static", "native", "stream", "codes", "graph")
@@ -222,6 +225,15 @@ class Models:
             self._compiled[weights] = model
         return self._compiled[weights]
 
+    def held(self, contender: Contender) -> int:
+        """Return the bytes that are allocated now beside the contender's weights: by other models, and their graphs."""
+        if self.device.type != "cuda":
+            return 0
+        gc.collect()
+        made = (self._compiled if contender.way == "graph" else self._stock).get(contender.weights)
+        own = 0 if made is None else sum(stored_bytes(each) for each in (*made.parameters(), *made.buffers()))
+        return torch.cuda.memory_allocated() - own
+
     def ready(self, contender: Contender, prompt_length: int, count: int) -> Ready:
         weights, way, batch = contender.weights, contender.way, contender.batch
         prompt = random_prompt(self.shape, batch, prompt_length, self.device)
@@ -298,6 +310,7 @@ def order(row: dict[str, Any]) -> tuple[int, int, int]:
 HEAD = (
     *("", "tokens/s", "runs", "whole call", "x bf16, graph", "x bf16, same way", "of copy", "GB/step", "same text"),
     "set-up",
+    "peak GB",
 )
 
 
@@ -312,7 +325,7 @@ def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
         f"{row['weights']}; {row['way']}", f"{row['tokens_per_second']:.4g}", str(len(row["rates"])),
         f"{row['whole_call']:.4g}", times("graph"), times(row["way"]), f"{row['share']:.0%}",
         f"{row['bytes'] / 1e9:.3f}", "" if row["same_text"] is None else str(row["same_text"]),
-        f"{row['set_up']:.3g} s",
+        f"{row['set_up']:.3g} s", f"{row['peak'] / 1e9:.2f}" if row.get("peak") else "",
     ]  # fmt: skip
 
 
@@ -381,12 +394,14 @@ def main() -> None:
         if time.perf_counter() - start > (arguments.budget or float("inf")):
             print(f"not run: {contender.name}: the budget is spent; the same command goes on", flush=True)
             continue
-        began = time.perf_counter()
+        began, held = time.perf_counter(), models.held(contender)
         try:
             with torch.no_grad():
                 ready = models.ready(contender, arguments.prompt, arguments.tokens)
                 ready.run(WARM_UP if contender.way == "eager" else ready.count)
                 set_up = time.perf_counter() - began
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
                 taken = measure(ready, arguments.rounds, arguments.limit)
         except Exception as error:  # whatever a way or a peer raises is its reason to be absent
             results.add_absent(contender, peers.reason(error))
@@ -395,6 +410,7 @@ def main() -> None:
         text = taken[0].text[0].tolist()
         row = row_of(contender, ready, taken, copy)
         row |= {"set_up": set_up, "text": text, "same_text": agreement(text, contender, results.rows)}
+        row["peak"] = torch.cuda.max_memory_allocated() - held if device.type == "cuda" else None
         results.add(row)
         print(f"{contender.name}: {row['tokens_per_second']:.4g} tokens/s, set-up {set_up:.3g} s", flush=True)
         del ready, taken

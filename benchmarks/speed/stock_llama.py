@@ -6,43 +6,39 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import quantize_
 
-from benchmarks.llama import LLAMA_8B, SMOLLM2_135M, Shape
+from benchmarks.llama import LLAMA_1B, LLAMA_8B, SMOLLM2_135M, Shape
 from nvfp4_tensor import NVFP4WeightOnlyConfig
 from nvfp4_tensor.sizes import stored_bytes
 
 SHAPES = {
     "llama-8b": LLAMA_8B,
+    "llama-1b": LLAMA_1B,
     "smollm2": SMOLLM2_135M,
     "tiny": Shape(layers=2, hidden=128, heads=2, kv_heads=1, head_dim=64, ffn=256, vocab=512, rope_theta=10_000.0),
 }
-"""Shapes of published models, and of one for tests. Every model has an output layer of its own."""
+"""Shapes of published models, and of one for tests."""
 
 WEIGHTS = ("bf16", "NVFP4", "NVFP4, head")
 """Of the linears. The output layer is dense unless ``head`` stands there."""
 
 
-def stock_llama(shape: Shape, weights: str, device: torch.device) -> nn.Module:
-    """Return a LlamaForCausalLM in bfloat16 with Gaussian weights; its text never ends by itself."""
+def stock_llama(shape: Shape, weights: str, device: torch.device, tied: bool = False) -> nn.Module:
+    """Return a LlamaForCausalLM in bfloat16 with Gaussian weights; its text never ends by itself.
+
+    tied: the output layer is the embedding.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        rope_theta=shape.rope_theta,
-        rms_norm_eps=shape.eps,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-    )
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
+        rope_theta=shape.rope_theta, rms_norm_eps=shape.eps, max_position_embeddings=8192, tie_word_embeddings=tied,
+    )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     rotary = type(model.model.rotary_emb)(model.config).to(device)
-    model.to_empty(device=device)
+    model.to_empty(device=device).tie_weights()
     model.model.rotary_emb = rotary
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5) if parameter.dim() > 1 else nn.init.ones_(parameter)

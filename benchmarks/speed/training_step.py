@@ -135,52 +135,26 @@ def parts(n: int, k: int, tokens: int, device: torch.device, repeats: int) -> li
     w = torch.randn(n, k, device=device, dtype=torch.bfloat16)
     state = torch.tensor([1, 2], device=device)
     amax = {key: ops.amax_pair(t, 0xD7E8) for key, t in (("x", x), ("dy", dy))}
-    codes = ops.quantize(x, amax["x"][0], None, nearest.pack())
     a, b, c = x.numel(), dy.numel(), w.numel()
-    quarter = 9 / 16
-    variants = [
-        Variant("amax of x and of its transpose", lambda: ops.amax_pair(x, 0xD7E8), 2 * a),
-        Variant("amax of dy and of its transpose", lambda: ops.amax_pair(dy, 0xD7E8), 2 * b),
-        Variant(
-            "x and its transpose, to codes",
-            lambda: ops.quantize_pair(x, *amax["x"], None, nearest.pack(), x_t.pack()),
-            int(a * (2 + 2 * quarter)),
-        ),
-        Variant(
-            "dy and its transpose, to codes, stochastic",
-            lambda: ops.quantize_pair(dy, *amax["dy"], state, stochastic.pack(), dy_t.pack()),
-            int(b * (2 + 2 * quarter)),
-        ),
-        Variant(
-            "w in 16x16 blocks, amax included",
-            lambda: ops.quantize(w, None, None, tiles.pack()),
-            int(c * (4 + quarter)),
-        ),
-        Variant(
-            "codes of x to bfloat16",
-            lambda: ops.dequantize(*codes[:2], None, k, torch.bfloat16),
-            int(a * (2 + quarter)),
-        ),
-        Variant("bfloat16 product x w^T", lambda: x @ w.t()),
-    ]
-    if hasattr(ops, "transpose_codes"):
-        of_w = ops.quantize(w, None, None, tiles.pack())
-        variants.append(
-            Variant("codes of w to those of w^T", lambda: ops.transpose_codes(*of_w[:2]), int(c * 2 * quarter))
-        )
-    if hasattr(ops, "quantize_pair_values"):
-        variants += [
-            Variant(
-                "x to values, its transpose to codes",
-                lambda: ops.quantize_pair_values(x, *amax["x"], None, nearest.pack(), x_t.pack(), True),
-                int(a * (4 + quarter)),
-            ),
-            Variant(
-                "dy and its transpose to values, stochastic",
-                lambda: ops.quantize_pair_values(dy, *amax["dy"], state, stochastic.pack(), dy_t.pack(), False),
-                6 * b,
-            ),
-        ]
+    quarter, both, drawn = 9 / 16, (nearest.pack(), x_t.pack()), (stochastic.pack(), dy_t.pack())
+    codes = ops.quantize(x, amax["x"][0], None, nearest.pack())
+    of_w = ops.quantize(w, None, None, tiles.pack())
+    lines: list[tuple[str, Callable[[], object], float]] = [
+        ("amax of x and of its transpose", lambda: ops.amax_pair(x, 0xD7E8), 2 * a),
+        ("amax of dy and of its transpose", lambda: ops.amax_pair(dy, 0xD7E8), 2 * b),
+        ("x and its transpose, to codes", lambda: ops.quantize_pair(x, *amax["x"], None, *both), a * (2 + 2 * quarter)),
+        ("dy and its transpose, to codes, stochastic", lambda: ops.quantize_pair(dy, *amax["dy"], state, *drawn),
+         b * (2 + 2 * quarter)),
+        ("w in 16x16 blocks, amax included", lambda: ops.quantize(w, None, None, tiles.pack()), c * (4 + quarter)),
+        ("codes of x to bfloat16", lambda: ops.dequantize(*codes[:2], None, k, torch.bfloat16), a * (2 + quarter)),
+        ("bfloat16 product x w^T", lambda: x @ w.t(), 0),
+        ("codes of w to those of w^T", lambda: ops.transpose_codes(*of_w[:2]), c * 2 * quarter),
+        ("x to values, its transpose to codes", lambda: ops.quantize_pair_values(x, *amax["x"], None, *both, True),
+         a * (4 + quarter)),
+        ("dy and its transpose to values, stochastic",
+         lambda: ops.quantize_pair_values(dy, *amax["dy"], state, *drawn, False), 6 * b),
+    ]  # fmt: skip
+    variants = [Variant(name, run, int(moved)) for name, run, moved in lines]
     timings = measure(variants, device, repeats=repeats)
     copy = timings[COPY]
     bandwidth = copy.moved / copy.median
