@@ -18,17 +18,9 @@ SHAPES = ((1, 128), (3, 16), (5, 130), (2, 3, 300), (7,), (4, 256))
 
 
 def signs_of(groups, state, col0=0):
-    """+-1, float64 (groups, 128), from Philox in plain integers."""
-    mask, signs = 0xFFFFFFFF, []
-    seed, offset = (value & 0xFFFFFFFFFFFFFFFF for value in state.tolist())
-    for g in range(col0 // 128, col0 // 128 + groups):
-        counter, key = [g & mask, g >> 32, offset & mask, 256], [seed & mask, seed >> 32]
-        for _ in range(7):
-            a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
-            counter = [b >> 32 ^ counter[1] ^ key[0], b & mask, a >> 32 ^ counter[3] ^ key[1], a & mask]
-            key = [key[0] + 0x9E3779B9 & mask, key[1] + 0xBB67AE85 & mask]
-        signs.append([-1.0 if counter[j // 32] >> j % 32 & 1 else 1.0 for j in range(128)])
-    return torch.tensor(signs, dtype=torch.float64)
+    """+-1, float64 (groups, 128): each bit of the four words of a rotation's number."""
+    words = philox.words(torch.arange(col0 // 128, col0 // 128 + groups), state, 256).tolist()
+    return torch.tensor([[1.0 - 2 * (row[j // 32] >> j % 32 & 1) for j in range(128)] for row in words]).double()
 
 
 HADAMARD = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)], dtype=torch.float64)
@@ -213,17 +205,6 @@ def eden_draw(x, state):
     return fake_quantize(x, EDEN, rng_state=state)
 
 
-def nearest_scales_draw(x, state):
-    """A planted bias: the corrected scales rounded to nearest, as if every draw were one half."""
-    rounded = eden.round_scales
-    eden.round_scales = lambda t, r16: rounded(t, torch.full_like(r16, 1 << 15))
-    try:
-        rotated = ops.fake_quantize(x, eden.amax(x, state), state, EDEN.pack(), torch.float32)[0]
-    finally:
-        eden.round_scales = rounded
-    return eden.rotate(rotated, state, inverse=True)
-
-
 def fixed_signs_draw(x, state):
     """A planted bias: one rotation for all draws, so that nearest's own error does not average out."""
     y = eden.rotate(x, STATE)
@@ -238,13 +219,8 @@ def test_the_mean_of_draws_is_the_tensor():
     assert largest_z(inputs(), eden_draw) < BOUND
 
 
-@pytest.mark.parametrize(
-    "planted",
-    [pytest.param(nearest_scales_draw, marks=pytest.mark.exhaustive), fixed_signs_draw],
-    ids=lambda f: f.__name__,
-)
-def test_a_planted_bias_is_found(planted):
-    assert largest_z(inputs(), planted, 1024) > BOUND
+def test_a_planted_bias_is_found():
+    assert largest_z(inputs(), fixed_signs_draw, 1024) > BOUND
 
 
 def bias(row):
@@ -254,15 +230,10 @@ def bias(row):
     return (total.view(64, 128).mean(0) / 8).norm().item() / x[0, :128].norm().item()
 
 
-@pytest.mark.parametrize(
-    ("row", "low", "high"),
-    [
-        ([1.0, 0.1], 0.07, 0.11),
-        ([1.0, 0.5, 0.25], 0.05, 0.08),
-        ([1.0, 0.6, 0.4, 0.3], 0.03, 0.06),
-        ([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3], 0.0, 0.03),
-    ],
-)
+@pytest.mark.parametrize(("row", "low", "high"), [
+    ([1.0, 0.1], 0.07, 0.11), ([1.0, 0.5, 0.25], 0.05, 0.08), ([1.0, 0.6, 0.4, 0.3], 0.03, 0.06),
+    ([1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3], 0.0, 0.03),
+])  # fmt: skip
 def test_what_bias_is_left_where_a_few_elements_outweigh_the_rest(row, low, high):
     """Their rotation has a few magnitudes, the same for all signs: what moves them by less than a step is lost."""
     assert low <= bias(row) < high

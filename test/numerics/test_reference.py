@@ -54,17 +54,11 @@ def test_golden(case, side):
     assert torch.equal(qdata[compared], codes[compared])
 
 
-@pytest.mark.parametrize(
-    ("key", "counter", "words"),
-    [
-        ((0, 0), (0, 0, 0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
-        (
-            (0xA4093822, 0x299F31D0),
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("key", "counter", "words"), [
+    ((0, 0), (0, 0, 0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    ((0xA4093822, 0x299F31D0), (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+     (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
+])  # fmt: skip
 def test_philox_known_answers(key, counter, words):
     as_tensors = [tuple(torch.tensor(word) for word in group) for group in (counter, key)]
     assert tuple(word.item() for word in philox.philox4x32_7(*as_tensors)) == words
@@ -196,19 +190,6 @@ def test_16x16_scales_serve_the_transpose():
     assert torch.equal(direct, transposed.t())
 
 
-@pytest.mark.parametrize("error", ["mae", "mse"])
-def test_four_over_six_lowers_the_error_it_measures(error):
-    x = torch.randn(64, 512)
-    amax = reference.amax(x)
-
-    def loss(spec):
-        difference = reference.dequantize(*reference.quantize(x, amax, None, spec), 512, torch.float32) - x
-        return (difference.abs() if error == "mae" else difference.square()).mean().item()
-
-    plain, chosen = loss(QuantizeSpec(scale_ceiling=256)), loss(QuantizeSpec(four_over_six=error))
-    assert chosen < 0.96 * plain
-
-
 def test_hadamard_is_orthogonal_and_is_the_matrix_of_the_contract():
     x = torch.randn(8, 48)
     sign = 0xD7E8
@@ -237,8 +218,9 @@ def test_rows_are_quantized_alike_whatever_the_chunk(monkeypatch):
     whole = reference.quantize(x, reference.amax(x), state, spec)
     monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", 16 * 48)
     pieces = reference.quantize(x, reference.amax(x), state, spec)
-    for a, b in zip(whole, pieces, strict=True):
-        assert torch.equal(a.view(torch.uint8) if a.dim() == 4 else a, b.view(torch.uint8) if b.dim() == 4 else b)
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(whole[:2], pieces[:2], strict=True)
+    )
 
 
 def test_matmul_applies_every_scale_once():

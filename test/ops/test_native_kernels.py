@@ -10,54 +10,31 @@ import torch
 from nvfp4_tensor.ops import native
 
 ROOT = Path(__file__).parents[2]
-ROW = re.compile(r"\| `(\w+)` \| (native|plain) \| (native|plain) \|(.*)\|")
+ROW = re.compile(r"^\| `(\w+)` \| (native|plain) \| (native|plain) \| *(.*?) *\|$", re.MULTILINE)
 IMPLEMENTATIONS = re.compile(r"STABLE_TORCH_LIBRARY_IMPL\(NVFP4_OPS, (\w+), m\) \{(.*?)\n\}", re.DOTALL)
 
 
-def documented():
-    """{operator: {device: native or plain}} and {operator: reason} of the table."""
-    rows = [ROW.fullmatch(line) for line in (ROOT / "docs/verified.md").read_text().splitlines()]
-    found = [row.groups() for row in rows if row]
-    assert len({name for name, *_ in found}) == len(found)
-    return {name: {"CPU": cpu, "CUDA": cuda} for name, cpu, cuda, _ in found}, {row[0]: row[3].strip() for row in found}
+def native_ops(device):
+    """Those of the table's column."""
+    rows = ROW.findall((ROOT / "docs/verified.md").read_text())
+    return {name for name, cpu, cuda, _ in rows if {"CPU": cpu, "CUDA": cuda}[device] == "native"}
 
 
-def implemented():
-    """{device: operators} that the C++ sources register."""
-    names = {"CPU": set(), "CUDA": set()}
-    for source in (ROOT / "nvfp4_tensor/csrc").rglob("*.c*"):
-        for device, body in IMPLEMENTATIONS.findall(source.read_text()):
-            names[device] |= set(re.findall(r'm\.impl\("(\w+)"', body))
-    return names
-
-
-def operators():
+def test_each_operator_has_one_row_and_plain_torch_a_reason():
     importlib.import_module("nvfp4_tensor.training.linear.grouped")  # the only room beside ops that defines operators
+    rows = ROW.findall((ROOT / "docs/verified.md").read_text())
     schemas = torch._C._jit_get_all_schemas()
-    return {schema.name.removeprefix("nvfp4::") for schema in schemas if schema.name.startswith("nvfp4::")}
-
-
-def test_each_operator_has_a_row():
-    serving, _ = documented()
-    assert set(serving) == operators()
+    operators = {each.name.removeprefix("nvfp4::") for each in schemas if each.name.startswith("nvfp4::")}
+    assert sorted(name for name, *_ in rows) == sorted(operators)
+    assert all(("plain" in (cpu, cuda)) == bool(why) for _, cpu, cuda, why in rows)
 
 
 @pytest.mark.parametrize("device", ["CPU", "CUDA"])
 def test_rows_say_what_the_sources_register(device):
-    serving, _ = documented()
-    assert {name for name, by in serving.items() if by[device] == "native"} == implemented()[device]
-
-
-def test_plain_torch_has_a_reason():
-    serving, reasons = documented()
-    assert {name for name, by in serving.items() if "plain" in by.values()} == {n for n, why in reasons.items() if why}
-
-
-@pytest.mark.parametrize("device", ["CPU", pytest.param("CUDA", marks=pytest.mark.gpu)])
-def test_the_dispatcher_has_these_kernels(device):
-    if not native.library(device.lower()).loaded:
-        pytest.skip(f"the {device} library is not in use")
-    serving, _ = documented()
-    for name, by in serving.items():
-        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(f"nvfp4::{name}", device)
-        assert has_kernel == (by[device] == "native"), name
+    sources = [source.read_text() for source in (ROOT / "nvfp4_tensor/csrc").rglob("*.c*")]
+    bodies = [body for text in sources for found, body in IMPLEMENTATIONS.findall(text) if found == device]
+    assert native_ops(device) == {name for body in bodies for name in re.findall(r'm\.impl\("(\w+)"', body)}
+    if native.library(device.lower()).loaded:
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        names = [name for name, *_ in ROW.findall((ROOT / "docs/verified.md").read_text())]
+        assert {name for name in names if has_kernel(f"nvfp4::{name}", device)} == native_ops(device)

@@ -13,8 +13,6 @@ from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import optimizer_step, reference
 from nvfp4_tensor.numerics.layout import DEFAULT_HADAMARD_SIGN
 from nvfp4_tensor.ops import schemas
-from nvfp4_tensor.ops.composite.quantization import own_amax
-from nvfp4_tensor.ops.schemas import plain
 
 nvfp4 = torch.ops.nvfp4
 GOLDEN = (Path(__file__).parents[1] / "data/op_schemas.txt").read_text().splitlines()
@@ -294,29 +292,17 @@ def test_grouped_products_are_the_products_of_each_group(device, transposed):
     x, offs = torch.randn(9, 40 if transposed else 48, device=device), [2, 7]
     tensors = torch.tensor(offs, dtype=torch.int32, device=device)
     factors = factor, torch.tensor([[0.5], [2.0]], device=device), torch.rand(80, device=device)
-    for w_scale, x_scale in zip(
-        factors, (None, torch.tensor(0.3, device=device), torch.rand(9, device=device)), strict=True
-    ):
+    of_x = None, torch.tensor(0.3, device=device), torch.rand(9, device=device)
+    for w_scale, x_scale in zip(factors, of_x, strict=True):
         y = nvfp4.grouped_matmul(x, x_scale, qdata, scale, w_scale, tensors, 48, transposed, F32)
         decoded = reference.dequantize(qdata, scale, None, 48, F32).double()
         decoded = decoded * (w_scale.double() if w_scale.dim() == 0 else w_scale.double().reshape(2, -1, 1))
         rows = x.double() * (1 if x_scale is None else x_scale.double().reshape(-1, 1))
         for expert, (start, end) in enumerate(((0, 2), (2, 7))):
             w = decoded[expert] if transposed else decoded[expert].t()
-            torch.testing.assert_close(
-                y[start:end].double(), rows[start:end] @ w, rtol=1e-5, atol=1e-5 * y.abs().max().item()
-            )
+            bound = {"rtol": 1e-5, "atol": 1e-5 * y.abs().max().item()}
+            torch.testing.assert_close(y[start:end].double(), rows[start:end] @ w, **bound)
         assert not y[7:].any()
         if not transposed:
             linear = nvfp4.grouped_linear(x.bfloat16(), x_scale, qdata, scale, w_scale, tensors, F32)
             torch.testing.assert_close(linear[:7], y[:7], rtol=0.02, atol=0.02 * y.abs().max().item())
-
-
-def test_quantize_activation_is_fake_quantize_by_its_own_amax(device):
-    """In plain torch; kernels: test_quantize.py."""
-    x, state = torch.randn(7, 48, device=device), torch.tensor([1, 2], device=device)
-    for spec in (PLAIN, TURNED, EDEN):
-        amax = own_amax(x, spec, state)
-        expected = plain.fake_quantize(x, amax, state, spec.pack(), F32, False)
-        for got, right in zip(plain.quantize_activation(x, state, spec.pack(), F32), expected, strict=True):
-            assert torch.equal(got, right)

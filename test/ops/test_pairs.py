@@ -21,32 +21,16 @@ NEAREST, EDEN = QuantizeSpec(), QuantizeSpec(round_mode="eden")
 STOCHASTIC, SEARCH = QuantizeSpec(round_mode="stochastic"), QuantizeSpec(scale_search="mse")
 HADAMARD = QuantizeSpec(hadamard_sign=True)
 SPECS = [
-    NEAREST,
-    HADAMARD,
-    STOCHASTIC,
-    QuantizeSpec(round_mode="stochastic", hadamard_sign=0x1234),
+    NEAREST, HADAMARD, STOCHASTIC, QuantizeSpec(round_mode="stochastic", hadamard_sign=0x1234),
     QuantizeSpec(round_mode="stochastic", random_bits=8, scale_rounding="up"),
-    QuantizeSpec(round_mode="away", scale_rounding="up"),
-    QuantizeSpec(round_mode="zero", block_rows=16),
-    QuantizeSpec(four_over_six="mse"),
-    SEARCH,
-    QuantizeSpec(scale_search="mse", scale_ceiling=448, scale_rounding="up"),
-    EDEN,
+    QuantizeSpec(round_mode="away", scale_rounding="up"), QuantizeSpec(round_mode="zero", block_rows=16),
+    QuantizeSpec(four_over_six="mse"), SEARCH,
+    QuantizeSpec(scale_search="mse", scale_ceiling=448, scale_rounding="up"), EDEN,
     QuantizeSpec(round_mode="eden", scale_ceiling=448),
-]
+]  # fmt: skip
 SHAPES = [
-    (128, 128),
-    (256, 384),
-    (130, 272),
-    (16, 16),
-    (33, 50),
-    (300, 144),
-    (1, 1040),
-    (5, 1),
-    (0, 32),
-    (32, 0),
-    (40, 150),
-]
+    (128, 128), (256, 384), (130, 272), (16, 16), (33, 50), (300, 144), (1, 1040), (5, 1), (0, 32), (32, 0), (40, 150),
+]  # fmt: skip
 OF_KERNELS = [  # one kernel makes values and codes: the recipes' and some beside them
     (NEAREST, HADAMARD),
     (STOCHASTIC, QuantizeSpec(round_mode="stochastic", hadamard_sign=0xD7E8)),
@@ -79,11 +63,8 @@ def expected_values(x, pair, spec, spec_t, codes_t):
 
 def check(device, x, spec, spec_t, *, there=None, state=None, smaller=None, offsets=()):
     """Codes and values, by the pair's own amaxes, which their op returns, or by smaller or given ones."""
-    there, state, bits = (
-        x if there is None else there,
-        rng_state() if state is None else state,
-        (spec.pack(), spec_t.pack()),
-    )
+    there, state = x if there is None else there, rng_state() if state is None else state
+    bits = spec.pack(), spec_t.pack()
     row0, col0 = offsets[:2] or (0, 0)
     own = reference_amax(x, spec, state, col0), reference_amax(x.t(), spec_t, state, row0)
     assert_op(N.amax_pair_by_spec, (there, state, *bits, row0, col0), own, device)
@@ -202,12 +183,8 @@ def test_invalid_offsets_raise(device, implementation, spec_t, offsets, message)
 
 
 def test_what_belongs_together_is_given_together(device):
-    x, amax, nearest, eden = (
-        torch.ones(16, 32, device=device),
-        torch.ones((), device=device),
-        NEAREST.pack(),
-        EDEN.pack(),
-    )
+    x, amax = torch.ones(16, 32, device=device), torch.ones((), device=device)
+    nearest, eden = NEAREST.pack(), EDEN.pack()
     for op, more in ((N.quantize_pair, ()), (N.quantize_pair_values, (False,))):
         with pytest.raises((ValueError, RuntimeError), match="are given together"):
             op(x, amax, None, None, nearest, nearest, *more)

@@ -52,15 +52,10 @@ LAYOUTS = (
 )
 PLAIN, STOCHASTIC, EDEN = QuantizeSpec(), QuantizeSpec(round_mode="stochastic"), QuantizeSpec(round_mode="eden")
 FEW_SPECS = (
-    PLAIN,
-    STOCHASTIC,
-    QuantizeSpec(block_rows=16, round_mode="stochastic"),
-    QuantizeSpec(four_over_six="mse"),
-    QuantizeSpec(scale_search="mse", block_rows=16),
-    QuantizeSpec(hadamard_sign=0xD7E8),
-    QuantizeSpec(row_scaled=True, round_mode="stochastic"),
-    EDEN,
-)
+    PLAIN, STOCHASTIC, QuantizeSpec(block_rows=16, round_mode="stochastic"), QuantizeSpec(four_over_six="mse"),
+    QuantizeSpec(scale_search="mse", block_rows=16), QuantizeSpec(hadamard_sign=0xD7E8),
+    QuantizeSpec(row_scaled=True, round_mode="stochastic"), EDEN,
+)  # fmt: skip
 MOST = (1 << 63) - 1
 
 
@@ -102,9 +97,8 @@ def test_every_spec(kernels, mode):
         spec, dtype = QuantizeSpec(**choices, **mode, **scale), HIGH_PRECISION_DTYPES[i % 3]
         x = inputs(SHAPES[i % 11], dtype, MAGNITUDES[dtype][i // 11 % 4], poison=i % 2 == 0)
         state = rng_state()
-        amax = (
-            reference_amax(x, spec, state) * (0.3, 0.01, 0.0)[i % 3] if i % 5 > 2 else None
-        )  # x exceeds it: saturates
+        # x exceeds a smaller one: it saturates
+        amax = reference_amax(x, spec, state) * (0.3, 0.01, 0.0)[i % 3] if i % 5 > 2 else None
         how = {"dtype": HIGH_PRECISION_DTYPES[i // 4 % 3], "scaled": i // 2 % 2 == 0}
         how |= {"offsets": offsets[i // 7 % 3], "stream": (0, 1, 0, 3)[i // 9 % 4]}
         check(kernels, x, spec, state=state, amax=amax, **how)
@@ -316,12 +310,8 @@ def test_small_activations_have_a_kernel_of_their_own(cuda_library):
             check("cuda", inputs(shape, torch.bfloat16, 1.0), QuantizeSpec(**choices, **mode, **scale))
     for shape, dtype in itertools.product((*OF_ACTIVATIONS, (5, 7, 48), (4, 50)), HIGH_PRECISION_DTYPES):
         x = torch.randn(shape, device="cuda").to(dtype) * torch.rand(shape[-1], device="cuda").to(dtype)
-        for spec, special in (
-            (PLAIN, 1.0),
-            (PLAIN, torch.nan),
-            (QuantizeSpec(scale_rounding="up"), torch.inf),
-            (PLAIN, 0),
-        ):
+        up = QuantizeSpec(scale_rounding="up")
+        for spec, special in ((PLAIN, 1.0), (PLAIN, torch.nan), (up, torch.inf), (PLAIN, 0)):
             x[..., -5] = special
             if special == 0:
                 x.zero_()
