@@ -7,7 +7,8 @@ order, and have to stay within the error bound of a float32 sum.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from nvfp4_tensor.numerics.layout import DEFAULT_HADAMARD_SIGN
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops.composite.quantization import columns_of_values
 from nvfp4_tensor.ops.schemas import plain
-from nvfp4_tensor.tensor.nvfp4 import quantize, quantize_experts
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
 _TWO_MODES = (RoundingMode.RNE, RoundingMode.STOCHASTIC)
 SPECS = (
@@ -76,11 +77,12 @@ def run() -> Iterator[Check]:
         yield check_fp8(device)
         yield check_experts("grouped_linear", device, None)
         if backends.has_fp4_tensor_cores(torch.device(device)):
-            yield check_scaled_mm(device)
+            yield check_fp4("scaled_mm", device, lambda a, b: product(a, b.t()))
         if backends.has_grouped_fp4(torch.device(device)):
             yield check_experts("scaled_grouped_mm", device, QuantizeSpec())
             if fbgemm.product().op is not None:
-                yield check_fbgemm(device)
+                by_fbgemm = functools.partial(scaled_mm.fbgemm_product, bias=None, alpha=1, out_dtype=torch.bfloat16)
+                yield check_fp4("f4f4bf16", device, by_fbgemm)
 
 
 def _normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -218,30 +220,17 @@ def outside_bound(y: Tensor, a: Tensor, b: Tensor, bias: Tensor | float = 0.0) -
     return int((~((y.double() - exact).abs() <= bound)).sum())
 
 
-def check_scaled_mm(device: str) -> Check:
-    """Compare NVFP4 x NVFP4 on FP4 tensor cores with the product of the decoded operands."""
+def check_fp4(name: str, device: str, multiply: Callable[[NVFP4Tensor, NVFP4Tensor], Tensor]) -> Check:
+    """Compare NVFP4 x NVFP4 on FP4 tensor cores, a @ b^T, with the product of the decoded operands."""
     generator = torch.Generator().manual_seed(3)
     elements = differing = 0
     for m, n, k in ((128, 128, 256), (37, 50, 83), (1, 96, 320)):
         a, b = (quantize(_normal(generator, rows, k).to(device)) for rows in (m, n))
-        y = product(a, b.t()).cpu()
+        y = multiply(a, b).cpu()
         a64, b64 = (t.dequantize(torch.float32).cpu().double() for t in (a, b))
         elements += y.numel()
         differing += outside_bound(y, a64, b64.t())
-    return Check("scaled_mm", "within the bound of a float32 sum", device, elements, differing)
-
-
-def check_fbgemm(device: str) -> Check:
-    """Compare NVFP4 x NVFP4 by fbgemm's f4f4bf16 with the product of the decoded operands."""
-    generator = torch.Generator().manual_seed(4)
-    elements = differing = 0
-    for m, n, k in ((128, 128, 256), (37, 50, 83), (1, 96, 320)):
-        a, b = (quantize(_normal(generator, rows, k).to(device)) for rows in (m, n))
-        y = scaled_mm.fbgemm_product(a, b, None, 1, torch.bfloat16).cpu()
-        a64, b64 = (t.dequantize(torch.float32).cpu().double() for t in (a, b))
-        elements += y.numel()
-        differing += outside_bound(y, a64, b64.t())
-    return Check("f4f4bf16", "within the bound of a float32 sum", device, elements, differing)
+    return Check(name, "within the bound of a float32 sum", device, elements, differing)
 
 
 def check_experts(name: str, device: str, activation: QuantizeSpec | None) -> Check:
