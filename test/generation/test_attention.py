@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
 
+from helpers.tiny_models import tiny_model  # noqa: E402
 from transformers.cache_utils import DynamicLayer  # noqa: E402
 
 from nvfp4_tensor.generation import attention, coded_states  # noqa: E402
@@ -22,13 +23,8 @@ pytestmark = needs_library
 GREEDY = {"pad_token_id": 0, "eos_token_id": None, "do_sample": False}
 
 
-def tiny_model(kind="Llama", dtype=torch.float32, heads=(6, 2), **changes):
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=128, hidden_size=192, intermediate_size=128, num_hidden_layers=2, num_attention_heads=heads[0],
-        num_key_value_heads=heads[1], head_dim=32, max_position_embeddings=4096, initializer_range=0.1, **changes,
-    )  # fmt: skip
-    return getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+def dense_model(kind="Llama", dtype=torch.float32, **changes):
+    return tiny_model(kind, dtype, quantized=False, num_hidden_layers=2, max_position_embeddings=4096, **changes)
 
 
 @pytest.fixture
@@ -65,7 +61,7 @@ def decoded_cache(model, **options):
     ("sdpa", {}), ("sdpa", {"recent": 0}), ("nvfp4", {"recent": 0}), ("nvfp4", {"recent": 16, "sink": 5}),
 ], ids=str)  # fmt: skip
 def test_text_of_a_long_prompt_is_that_of_the_decoded_cache(implementation, options, calls):
-    model = tiny_model()
+    model = dense_model()
     ids = torch.randint(1, 128, (1, 300), generator=torch.Generator().manual_seed(1))
     expected = model.generate(ids, past_key_values=decoded_cache(model, **options), max_new_tokens=15, **GREEDY)
     calls["in place"], calls["decoded"] = [], 0
@@ -82,7 +78,7 @@ def test_text_of_a_long_prompt_is_that_of_the_decoded_cache(implementation, opti
 def test_padded_batches_beams_and_samples(how, kind, calls):
     """Padding on the left, grouped heads, and Gemma 2's soft cap; chunks of the prompt read codes in place too."""
     more = {"sliding_window": 4096, "layer_types": ["full_attention"] * 2} if kind == "Gemma2" else {}
-    model = tiny_model(kind, **more)
+    model = dense_model(kind, **more)
     model.set_attn_implementation("eager")
     ids = torch.randint(1, 128, (2, 70), generator=torch.Generator().manual_seed(1))
     ids[0, :25] = 0
@@ -102,7 +98,7 @@ def test_padded_batches_beams_and_samples(how, kind, calls):
 ])  # fmt: skip
 def test_a_prompt_in_chunks(size, recent, dtype, calls):
     """A chunk attends to the codes before it, and to itself dense, or, without dense tokens, rounded."""
-    model = tiny_model(dtype=dtype)
+    model = dense_model(dtype=dtype)
     ids = torch.randint(128, (2, 100), generator=torch.Generator().manual_seed(1))
     logits = []
     for implementation, cache in (("sdpa", decoded_cache(model, recent=recent)), ("nvfp4", None)):
@@ -120,7 +116,7 @@ def test_a_prompt_in_chunks(size, recent, dtype, calls):
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1, 20, 100])
 def test_on_cuda_short_chunks_read_codes_and_long_ones_decode_them(size, calls):
-    model = tiny_model(dtype=torch.bfloat16).cuda()
+    model = dense_model(dtype=torch.bfloat16).cuda()
     ids = torch.randint(128, (2, 500), generator=torch.Generator().manual_seed(1)).cuda()
     logits = []
     for implementation, cache in (("sdpa", decoded_cache(model)), ("nvfp4", nvfp4_cache(model.config))):
@@ -138,7 +134,7 @@ def test_on_cuda_short_chunks_read_codes_and_long_ones_decode_them(size, calls):
 
 
 def test_another_mask_falls_back_by_name(calls, caplog):
-    model = tiny_model()
+    model = dense_model()
     model.set_attn_implementation("nvfp4")
     ids = torch.arange(60).view(1, 60)
     mask = torch.ones(1, 1, 10, 60, dtype=torch.bool).tril(50)
@@ -337,7 +333,7 @@ def test_reset_and_growth():
 @pytest.mark.parametrize("window, padded", [(12, True), (12, False), (4096, True)])
 def test_soft_caps_in_sliding_layers(window, padded):
     """Gemma 2 as it is, every other layer with a window: chunks of a prompt, tokens, and padding on the left."""
-    model = tiny_model("Gemma2", sliding_window=window)
+    model = dense_model("Gemma2", sliding_window=window)
     assert model.config.layer_types == ["sliding_attention", "full_attention"]
     ids = torch.randint(1, 128, (2, 60), generator=torch.Generator().manual_seed(1))
     seen = torch.ones_like(ids)
@@ -355,7 +351,7 @@ def test_soft_caps_in_sliding_layers(window, padded):
 
 
 def test_gradients_of_capped_scores():
-    model = tiny_model("Gemma2", sliding_window=12)
+    model = dense_model("Gemma2", sliding_window=12)
     ids = torch.randint(1, 128, (2, 30), generator=torch.Generator().manual_seed(1))
     gradients = []
     for implementation in ("eager", "nvfp4"):
@@ -367,7 +363,7 @@ def test_gradients_of_capped_scores():
 
 
 def test_dropout_of_capped_scores():
-    model = tiny_model("Gemma2", attention_dropout=0.5).train()
+    model = dense_model("Gemma2", attention_dropout=0.5).train()
     model.set_attn_implementation("nvfp4")
     ids = torch.arange(1, 30)[None]
     with torch.no_grad():
@@ -398,7 +394,7 @@ def test_capped_scores_of_an_encoder(grad):
 ])  # fmt: skip
 def test_a_cache_under_autocast(implementation, dtype):
     """Keys are float32 and values 16 bits: both are stored, and attention is that of the decoded cache."""
-    model = tiny_model()
+    model = dense_model()
     ids = torch.randint(1, 128, (1, 60), generator=torch.Generator().manual_seed(1))
     logits = []
     for cache in (decoded_cache(model, recent=8), nvfp4_cache(model.config, recent=8)):

@@ -9,6 +9,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from helpers.tiny_models import tiny_model  # noqa: E402
 from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from nvfp4_tensor import QuantizeSpec, quantize  # noqa: E402
@@ -27,13 +28,8 @@ def states(batch=2, heads=3, tokens=50, head_dim=64, seed=0, dtype=torch.bfloat1
     return x[0].to(dtype), x[1].to(dtype)
 
 
-def tiny_model(layers=2, **changes):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=128, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, **changes,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
+def dense_model(layers=2):
+    return tiny_model("Llama", torch.float32, quantized=False, num_hidden_layers=layers, max_position_embeddings=512)
 
 
 def rows_of(x, spec):
@@ -225,7 +221,7 @@ GREEDY = {"max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": None, "do_sam
 
 
 def test_prompts_of_other_lengths_and_their_padding_change_nothing():
-    model, short, long = tiny_model(), torch.arange(60, 72).view(1, 12), torch.arange(90, 107).view(1, 17)
+    model, short, long = dense_model(), torch.arange(60, 72).view(1, 12), torch.arange(90, 107).view(1, 17)
 
     def written(ids, **options):
         return model.generate(ids, past_key_values=nvfp4_cache(model.config, recent=8), **GREEDY, **options)
@@ -240,8 +236,8 @@ def test_prompts_of_other_lengths_and_their_padding_change_nothing():
     ("assistant_model", 64),  # with fewer dense tokens, a chunk reads more of them than single tokens
 ])  # fmt: skip
 def test_what_an_assistant_proposed_in_vain_is_forgotten(how, recent):
-    model, ids = tiny_model(), torch.arange(60, 72).view(1, 12)
-    option = {how: tiny_model(layers=1) if how == "assistant_model" else 3}
+    model, ids = dense_model(), torch.arange(60, 72).view(1, 12)
+    option = {how: dense_model(layers=1) if how == "assistant_model" else 3}
     made = [
         model.generate(ids, past_key_values=nvfp4_cache(model.config, recent=recent), **GREEDY, **more)
         for more in ({}, option)
@@ -251,7 +247,7 @@ def test_what_an_assistant_proposed_in_vain_is_forgotten(how, recent):
 
 def test_a_prefix_is_used_again():
     """Reuse a copy of the cache, as in transformers' guide; without dense tokens, bits do not depend on chunks."""
-    model, prefix = tiny_model(), torch.arange(60, 72).view(1, 12)
+    model, prefix = dense_model(), torch.arange(60, 72).view(1, 12)
     cache = nvfp4_cache(model.config, recent=0)
     with torch.no_grad():
         model(prefix, past_key_values=cache)
@@ -279,7 +275,7 @@ def test_a_prompt_is_not_kept():
 
 def test_gradients_that_end_in_codes_warn():
     """Tokens of an earlier call are codes, which have no gradient; within one call gradients are right."""
-    model, ids = tiny_model(), torch.arange(80)[None]
+    model, ids = dense_model(), torch.arange(80)[None]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         model(ids, **{cache_argument(model): nvfp4_cache(model.config, recent=16)}, labels=ids).loss.backward()
@@ -317,4 +313,4 @@ def test_an_encoder_and_a_decoder(how):
 
 def test_a_model_in_place_of_its_config():
     with pytest.raises(TypeError, match="needs the config of a model"):
-        nvfp4_cache(tiny_model())
+        nvfp4_cache(dense_model())

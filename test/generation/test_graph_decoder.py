@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from helpers.texts import assert_writes_its_own, own_logits, relative_error, written
+from helpers.texts import assert_writes_its_own, own_logits, prompt, relative_error, written
 from helpers.tiny_models import tiny_model
 from torchao.quantization import quantize_
 from transformers import DynamicCache
@@ -25,10 +25,6 @@ from nvfp4_tensor.generation.runner import Runner
 @pytest.fixture(params=["graph", pytest.param("cuda", marks=pytest.mark.gpu)])
 def way(request):
     return request.param
-
-
-def prompt(model, batch=1, length=8):
-    return torch.randint(3, 300, (batch, length), generator=torch.Generator().manual_seed(5)).to(model.device)
 
 
 @pytest.mark.parametrize("way", ["graph"])

@@ -11,7 +11,7 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig
 
 transformers = pytest.importorskip("transformers")
-from helpers.texts import assert_writes_its_own, relative_error, written  # noqa: E402
+from helpers.texts import assert_writes_its_own, prompt, relative_error, written  # noqa: E402
 from helpers.tiny_models import MIXTURES, WINDOW, tiny_model  # noqa: E402
 
 from nvfp4_tensor.generation import decode_natively, nvfp4_cache  # noqa: E402
@@ -21,10 +21,6 @@ from nvfp4_tensor.generation.fixed_cache import FixedCache  # noqa: E402
 
 FAMILY_NAMES = [family.name for family in FAMILIES.values()]
 OPTIONS = {"max_new_tokens": 4, "do_sample": False}
-
-
-def prompt(model, batch=1, length=8):
-    return torch.randint(3, 300, (batch, length), generator=torch.Generator().manual_seed(5)).to(model.device)
 
 
 def restored(model):

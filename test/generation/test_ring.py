@@ -8,6 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 from helpers.texts import relative_error, written  # noqa: E402
+from helpers.tiny_models import tiny_model  # noqa: E402
 
 from nvfp4_tensor.generation import decode_natively  # noqa: E402
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer, nvfp4_cache  # noqa: E402
@@ -15,13 +16,8 @@ from nvfp4_tensor.generation.cache_argument import CACHE  # noqa: E402
 from nvfp4_tensor.generation.coded_states import StoredStates  # noqa: E402
 
 
-def tiny_model():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).bfloat16().eval()
+def dense_model():
+    return tiny_model("Llama", quantized=False, num_hidden_layers=2, max_position_embeddings=512)
 
 
 @pytest.fixture(params=["graph", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -139,7 +135,7 @@ def test_max_tokens_is_checked(max_tokens):
 
 
 def test_native_steps_write_the_text_of_the_growing_cache(natively, steps):
-    model = natively(tiny_model())
+    model = natively(dense_model())
     own = decode_natively(copy.deepcopy(model), False)
     prompt = torch.randint(1, 128, (3, 90), generator=torch.Generator().manual_seed(1)).to(model.device)
     tokens, expected = written(own, prompt, 24, **{CACHE: nvfp4_cache(model.config)})
@@ -155,7 +151,7 @@ def test_native_steps_write_the_text_of_the_growing_cache(natively, steps):
 def test_layers_of_two_kinds_are_decoded_by_transformers(other, natively, steps):
     """A step takes one kind of codes and one place of the ring for all layers."""
     options = {"recent": 8, "sink": 1, "max_tokens": 100}
-    model, texts = natively(tiny_model()), []
+    model, texts = natively(dense_model()), []
     for each in (model, decode_natively(copy.deepcopy(model), False)):
         cache = transformers.Cache(layers=[NVFP4CacheLayer(**options), NVFP4CacheLayer(**options | other)])
         texts.append(written(each, torch.arange(30, device=model.device)[None], **{CACHE: cache})[0])
@@ -164,7 +160,7 @@ def test_layers_of_two_kinds_are_decoded_by_transformers(other, natively, steps)
 
 def test_a_text_that_outgrows_its_room_is_decoded_natively_on(natively, steps):
     """The token for which there is no room takes the model's own forward, which moves the codes."""
-    model = natively(tiny_model())
+    model = natively(dense_model())
     prompt = torch.randint(1, 128, (1, 90), generator=torch.Generator().manual_seed(2)).to(model.device)
     expected = written(model, prompt, 20, **{CACHE: nvfp4_cache(model.config, max_tokens=200)})[0]
     assert steps == list(range(90, 109))

@@ -14,6 +14,10 @@ class _Forced(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, self.tokens[:, ids.shape[1], None], 0.0)
 
 
+def prompt(model, batch=1, length=8):
+    return torch.randint(3, 300, (batch, length), generator=torch.Generator().manual_seed(5)).to(model.device)
+
+
 def written(model, ids, count=12, along=None, **arguments):
     """Return (tokens, logits (B, count, V)) of greedy search by ``generate``.
 
