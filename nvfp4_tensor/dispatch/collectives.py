@@ -13,7 +13,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
-from nvfp4_tensor.dispatch.table import check_not_ddp, implements, unsupported
+from nvfp4_tensor.dispatch.table import IN_DDP, implements, unsupported
 from nvfp4_tensor.dispatch.writes import count_write
 from nvfp4_tensor.sharding import fsdp_transport
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -25,7 +25,7 @@ c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 def _bytes_of(t: NVFP4Tensor) -> list[Tensor]:
     """Return 1-D views of the inner tensors, into which a collective can write."""
     if t.window is not None:
-        raise unsupported("a collective", "a part of a tensor has no codes of its own", "use t.clone() first")
+        raise unsupported("a collective", "a part of a tensor has no codes of its own", f"use t.clone() first{IN_DDP}")
     return [data.view(-1).view(torch.uint8) for data in t._parts()]
 
 
@@ -53,7 +53,6 @@ def _broadcast_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> tuple[lis
     if caller_frame_locals("_broadcast_tensors", "_state_dict_utils.py") is not None:
         why = "broadcast_from_rank0=True makes dense buffers on the other ranks, which cannot receive codes"
         raise unsupported(func, why, "load the full state dict on every rank, or load a sharded checkpoint")
-    check_not_ddp(func)
     for t in tensors:
         count_write(t)
     return list(tensors), _for_each_inner_tensor(tensors, lambda data: func(data, *rest, **kwargs))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torchao.utils import fill_defaults
 
-from nvfp4_tensor.dispatch.table import aten, check_not_ddp, implements, unsupported
+from nvfp4_tensor.dispatch.table import IN_DDP, UnsupportedError, aten, implements, unsupported
 from nvfp4_tensor.dispatch.views import on_leading, parts_of, rebuilt, stored_dim
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -51,7 +51,6 @@ def _embedding(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
 @implements(aten.cat.default)
 def _cat(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-    check_not_ddp(func)
     tensors, dim = fill_defaults(args, 2, [0])
     first = tensors[0]
     for t in tensors:
@@ -62,11 +61,9 @@ def _cat(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     one_scale = _have_one_scale(tensors, along_blocks=stored == first.dim() - 1)
     if stored == first.dim() - 1:
         if not one_scale:
-            raise unsupported(
-                func, "joining along the blocks needs one per-tensor scale (quantize the tensors with one amax)"
-            )
+            raise _unjoined(func, "joining along the blocks needs one per-tensor scale (quantize with one amax)")
         if any(t.columns % BLOCK for t in tensors[:-1]):
-            raise unsupported(func, "tensors joined along the blocks need multiples of 16 columns, except the last")
+            raise _unjoined(func, "tensors joined along the blocks need multiples of 16 columns, except the last")
     qdata, scale, row_scale = zip(*(parts_of(t, per_row=not one_scale) for t in tensors), strict=True)
     joined = torch.cat(qdata, stored), torch.cat(scale, stored), None if one_scale else torch.cat(row_scale, stored)
     columns = sum(t.columns for t in tensors) if stored == first.dim() - 1 else first.columns
@@ -97,13 +94,17 @@ def _is_one_storage(a: Tensor, b: Tensor) -> bool:
 
 def _check_joins(func: Op, first: NVFP4Tensor, t: Tensor) -> None:
     if not isinstance(t, NVFP4Tensor) or not isinstance(first, NVFP4Tensor):
-        raise unsupported(func, "NVFP4 tensors cannot be joined with dense ones")
+        raise _unjoined(func, "NVFP4 tensors cannot be joined with dense ones")
     if t.dtype != first.dtype or t.transposed != first.transposed or t.dim() != first.dim():
-        raise unsupported(func, "the tensors differ in dtype, number of dimensions or transposition")
+        raise _unjoined(func, "the tensors differ in dtype, number of dimensions or transposition")
     if t.spec.hadamard_sign != first.spec.hadamard_sign:
-        raise unsupported(func, "the tensors have different Hadamard transforms")
+        raise _unjoined(func, "the tensors have different Hadamard transforms")
     if (t.activation_spec, t.product_backend) != (first.activation_spec, first.product_backend):
-        raise unsupported(func, "the tensors have different activation specs or product backends")
+        raise _unjoined(func, "the tensors have different activation specs or product backends")
+
+
+def _unjoined(func: Op, why: str) -> UnsupportedError:
+    return unsupported(func, why, f"dequantize() first{IN_DDP}")
 
 
 def _joined_amax(tensors: Sequence[NVFP4Tensor]) -> Tensor | None:

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from nvfp4_tensor._compat.frames import caller_frame_locals
-from nvfp4_tensor.dispatch.callers import warn_of_optimizer
 from nvfp4_tensor.dispatch.traces import check_write
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, register_operators
@@ -36,11 +34,8 @@ def unsupported(func: Op, why: str = "", instead: str = "dequantize() first") ->
     return UnsupportedError(f"{func} is not supported on an NVFP4Tensor{': ' + why if why else ''}; {instead}")
 
 
-def check_not_ddp(func: Op) -> None:
-    """Raise an error that names ``prepare_ddp`` if DistributedDataParallel flattens parameters to broadcast them."""
-    if caller_frame_locals("__init__", "nn/parallel/distributed.py") is not None:
-        why = "DistributedDataParallel broadcasts parameters in flat buffers, which cannot hold codes"
-        raise unsupported(func, why, "call DistributedDataParallel(nvfp4_tensor.distributed.prepare_ddp(model))")
+IN_DDP = ", or DistributedDataParallel(nvfp4_tensor.distributed.prepare_ddp(model))"
+"""The fix where DistributedDataParallel flattens, joins and broadcasts parameters."""
 
 
 def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -162,7 +157,6 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
             "since small changes round to nothing: average decoded weights, weight.dequantize(torch.float32)",
             stacklevel=2,
         )
-    warn_of_optimizer()
     for t, values in written.values():
         if values.shape != t.shape:
             raise unsupported(func, f"its shape {tuple(t.shape)} cannot be resized to {tuple(values.shape)}")
