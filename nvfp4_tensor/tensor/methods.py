@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -108,17 +107,14 @@ NVFP4Tensor.implements_torch_function([
 ])(_raise_no_storage)  # fmt: skip
 
 
-def _checked_to_dlpack(to_dlpack: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's function with a check: it dispatches on nothing, and exports the null pointer of our storage."""
-
-    @functools.wraps(to_dlpack)
-    def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensor, NVFP4Tensor):
-            _raise_no_storage(Tensor.__dlpack__, (), (), {})
-        return to_dlpack(tensor, *args, **kwargs)
-
-    return checked
+_to_dlpack = torch.utils.dlpack.to_dlpack
 
 
-if not hasattr(torch.utils.dlpack.to_dlpack, "__wrapped__"):
-    torch.to_dlpack = torch.utils.dlpack.to_dlpack = _checked_to_dlpack(torch.utils.dlpack.to_dlpack)
+@functools.wraps(_to_dlpack)
+def _checked_to_dlpack(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(tensor, NVFP4Tensor):  # torch asks no subclass, and reading the null pointer would end the process
+        _raise_no_storage(Tensor.__dlpack__, (), (), {})
+    return _to_dlpack(tensor, *args, **kwargs)
+
+
+torch.to_dlpack = torch.utils.dlpack.to_dlpack = _checked_to_dlpack
