@@ -37,7 +37,7 @@ def transformed(product: Callable[..., Tensor], args: Args, kwargs: Kwargs) -> T
 
 
 def autocasts(x: Tensor) -> bool:
-    if x.is_cpu or x.is_cuda:  # faster, but does not cover some devices such as MPS
+    if (x.is_cpu or x.is_cuda) and not torch.compiler.is_dynamo_compiling():  # faster
         return torch._C._is_any_autocast_enabled()
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

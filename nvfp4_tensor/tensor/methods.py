@@ -107,7 +107,7 @@ NVFP4Tensor.implements_torch_function([
 ])(_raise_no_storage)  # fmt: skip
 
 
-_to_dlpack = torch.utils.dlpack.to_dlpack
+_to_dlpack: Any = torch.utils.dlpack.to_dlpack
 
 
 @functools.wraps(_to_dlpack)
@@ -117,4 +117,4 @@ def _checked_to_dlpack(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     return _to_dlpack(tensor, *args, **kwargs)
 
 
-torch.to_dlpack = torch.utils.dlpack.to_dlpack = _checked_to_dlpack
+torch.to_dlpack = torch.utils.dlpack.to_dlpack = _checked_to_dlpack  # type: ignore[assignment]
