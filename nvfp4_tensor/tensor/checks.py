@@ -14,29 +14,33 @@ from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to, 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor.arguments import stored_spec
 
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "columns": ((int, torch.SymInt), "an integer, the size of the last dimension"),
+    "spec": ((QuantizeSpec,), "a QuantizeSpec"),
+    "activation_spec": ((QuantizeSpec, type(None)), "a QuantizeSpec or None"),
+    "transposed": ((bool,), "True or False"),
+    "product_backend": ((ProductBackend,), "a ProductBackend, such as AUTO"),
+}
 
-def check_fields(
-    *,
-    qdata: Tensor,
-    scale: Tensor,
-    per_tensor_scale: Tensor,
-    columns: int,
-    orig_dtype: torch.dtype,
-    spec: QuantizeSpec,
-    activation_spec: QuantizeSpec | None,
-    transposed: bool,
-    product_backend: ProductBackend,
-    activation_amax: Tensor | None,
-) -> None:
-    """Check the fields of an NVFP4Tensor against the documentation of its attributes.
+
+def check_fields(fields: dict[str, Any]) -> None:
+    """Check all fields of an NVFP4Tensor, by name, against the documentation of its attributes.
 
     Raises:
         TypeError: a field has another type, or a tensor another dtype.
         ValueError: shapes, devices or the Hadamard transforms of the two specs do not match.
     """
-    _check_types(columns, orig_dtype, spec, activation_spec, transposed, product_backend)
+    for name, (kinds, what) in _KINDS.items():
+        value = fields[name]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise TypeError(f"{name} must be {what}, got {value!r}")
+    if fields["orig_dtype"] not in HIGH_PRECISION_DTYPES:
+        got = fields["orig_dtype"]
+        raise TypeError(f"orig_dtype must be torch.bfloat16, torch.float16 or torch.float32, got {got!r}")
+    _check_specs(fields["spec"], fields["activation_spec"], fields["product_backend"])
+    qdata, scale, per_tensor_scale = fields["qdata"], fields["scale"], fields["per_tensor_scale"]
     _check_tensor("qdata", qdata, torch.uint8)
-    rows = _check_codes(qdata, columns, transposed)
+    rows = _check_codes(qdata, fields["columns"], fields["transposed"])
     _check_tensor("scale", scale, torch.float8_e4m3fn, qdata)
     tiles = (*scale_tiles(rows, qdata.shape[-1] * 2), 32, 16)
     if tuple(scale.shape) != tiles:
@@ -46,43 +50,25 @@ def check_fields(
         )
     _check_tensor("per_tensor_scale", per_tensor_scale, torch.float32, qdata)
     _check_factors(per_tensor_scale, qdata.shape[:-1])
-    if activation_amax is not None:
-        _check_tensor("activation_amax", activation_amax, torch.float32, qdata)
-        if activation_spec is not None and activation_spec.row_scaled:
+    if (amax := fields["activation_amax"]) is not None:
+        _check_tensor("activation_amax", amax, torch.float32, qdata)
+        if fields["activation_spec"] is not None and fields["activation_spec"].row_scaled:
             raise ValueError("activation_amax has no effect with a row_scaled activation_spec: leave it out")
-        if activation_amax.dim():
-            raise ValueError(f"activation_amax must be one number, 0-d, got {tuple(activation_amax.shape)}")
+        if amax.dim():
+            raise ValueError(f"activation_amax must be one number, 0-d, got {tuple(amax.shape)}")
 
 
-def _check_types(
-    columns: int,
-    orig_dtype: torch.dtype,
-    spec: QuantizeSpec,
-    activation_spec: QuantizeSpec | None,
-    transposed: bool,
-    product_backend: ProductBackend,
-) -> None:
-    if isinstance(columns, bool) or not isinstance(columns, int | torch.SymInt):
-        raise TypeError(f"columns must be an integer, the size of the last dimension, got {columns!r}")
-    if orig_dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(f"orig_dtype must be torch.bfloat16, torch.float16 or torch.float32, got {orig_dtype!r}")
-    if not isinstance(spec, QuantizeSpec):
-        raise TypeError(f"spec must be a QuantizeSpec, got {spec!r}")
+def _check_specs(spec: QuantizeSpec, activation_spec: QuantizeSpec | None, backend: ProductBackend) -> None:
     stored_spec(spec)
-    if activation_spec is not None:
-        if not isinstance(activation_spec, QuantizeSpec):
-            raise TypeError(f"activation_spec must be a QuantizeSpec or None, got {activation_spec!r}")
-        stored_spec(activation_spec)
-        if activation_spec.hadamard_sign != spec.hadamard_sign:
-            raise ValueError(
-                "spec and activation_spec must have the same hadamard_sign, because only equal transforms cancel, got "
-                f"{spec.hadamard_sign} and {activation_spec.hadamard_sign}"
-            )
-    if not isinstance(transposed, bool):
-        raise TypeError(f"transposed must be True or False, got {transposed!r}")
-    if not isinstance(product_backend, ProductBackend):
-        raise TypeError(f"product_backend must be a ProductBackend, such as AUTO, got {product_backend!r}")
-    if product_backend == ProductBackend.FP8 and activation_spec is not None:
+    if activation_spec is None:
+        return
+    stored_spec(activation_spec)
+    if activation_spec.hadamard_sign != spec.hadamard_sign:
+        raise ValueError(
+            "spec and activation_spec must have the same hadamard_sign, because only equal transforms cancel, got "
+            f"{spec.hadamard_sign} and {activation_spec.hadamard_sign}"
+        )
+    if backend == ProductBackend.FP8:
         raise ValueError("product_backend FP8 rounds activations to e4m3, activation_spec to NVFP4: give one of them")
 
 

@@ -23,7 +23,17 @@ from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resol
 from nvfp4_tensor.tensor.checks import check_fields
 from nvfp4_tensor.tensor.description import Described
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
-from nvfp4_tensor.tensor.windows import OFFSET, STORED, Geometry, OfWindow, Stored, Unreadable, Window, find_window
+from nvfp4_tensor.tensor.windows import (
+    OFFSET,
+    STORED,
+    Geometry,
+    OfWindow,
+    Stored,
+    Unreadable,
+    Window,
+    contiguous_strides,
+    find_window,
+)
 
 with quietly():
     from torchao.utils import TorchAOBaseTensor
@@ -120,7 +130,7 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
             "product_backend": product_backend,
             "activation_amax": activation_amax,
         }
-        check_fields(**fields)
+        check_fields(fields)
         fields.update({name: fields[name].contiguous() for name in cls.tensor_data_names})  # views count their bytes
         return cls._of_parts(**fields).requires_grad_(requires_grad)
 
@@ -140,21 +150,11 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
     ) -> NVFP4Tensor:
         """Create a tensor from fields that are known to be valid, without checks."""
         shape = [*qdata.shape[:-1], columns]
-        strides = [1]
-        for size in reversed(shape[1:]):
-            strides.insert(0, strides[0] * max(size, 1))
+        strides = contiguous_strides(shape)
         if transposed:
             shape[-2:] = shape[:-3:-1]
             strides[-2:] = strides[:-3:-1]
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            shape,
-            strides=strides,
-            dtype=orig_dtype,
-            device=qdata.device,
-            requires_grad=False,
-            storage_size=_bytes_of(qdata, scale, per_tensor_scale),
-        )
+        self = cls._wrapper((shape, strides, 0), orig_dtype, (qdata, scale, per_tensor_scale))
         self.qdata = qdata
         self.scale = scale
         self.per_tensor_scale = per_tensor_scale
@@ -172,25 +172,29 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
         cls, window: Window | Unreadable, geometry: Geometry, transposed: bool, attributes: dict[str, Any]
     ) -> NVFP4Tensor:
         """Create the view that shows a window of stored codes with dense sizes, strides and offset."""
-        size, stride, offset = geometry
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            size,
-            strides=stride,
-            storage_offset=offset,
-            dtype=attributes["orig_dtype"],
-            device=window.stored.qdata.device,
-            requires_grad=False,
-            storage_size=_bytes_of(*window.stored[:3]),
-        )
+        self = cls._wrapper(geometry, attributes["orig_dtype"], window.stored[:3])
         self.window = window
         self.columns = window.columns
         self.transposed = transposed
         for name in _OF_VIEWS:
             setattr(self, name, attributes[name])
         if type(window.stored.qdata) is not Tensor:  # in a trace, where it needs the modes of this call
-            self.__dict__[OFFSET] = attributes.get(OFFSET, window.stored.qdata.new_empty((offset, 0)))
+            self.__dict__[OFFSET] = attributes.get(OFFSET, window.stored.qdata.new_empty((geometry[2], 0)))
         return self
+
+    @classmethod
+    def _wrapper(cls, geometry: Geometry, dtype: torch.dtype, parts: tuple[Tensor, Tensor, Tensor]) -> NVFP4Tensor:
+        (size, stride, offset), (qdata, scale, per_tensor_scale) = geometry, parts
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            size,
+            strides=stride,
+            storage_offset=offset,
+            dtype=dtype,
+            device=qdata.device,
+            requires_grad=False,
+            storage_size=qdata.numel() + scale.numel() + 4 * per_tensor_scale.numel(),  # nbytes is not symbolic
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -253,7 +257,7 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
 
     def unswizzled_scale(self) -> Tensor:
         """Return the block scales in the order of the stored tensor: e4m3 (*leading, columns / 16, rounded up)."""
-        if self.window is not None:
+        if isinstance(self.window, Window):
             return self.window.unswizzled_scale()
         *leading, half = self.qdata.shape
         scale = layout.unswizzle(self.scale, math.prod(leading), half * 2 // BLOCK)
@@ -409,10 +413,6 @@ def view_of(stored: Stored, geometry: Geometry, transposed: bool, attributes: di
     if isinstance(found, Stored):
         return _from_valid_fields(**found._asdict(), **own, transposed=transposed)
     return NVFP4Tensor._of_window(found, geometry, transposed, attributes)
-
-
-def _bytes_of(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor) -> int:
-    return qdata.numel() + scale.numel() + 4 * per_tensor_scale.numel()  # nbytes is not symbolic
 
 
 def _from_valid_fields(*args: Any, **fields: Any) -> NVFP4Tensor:

@@ -213,6 +213,9 @@ class OfWindow:
                 return t.window.stored.qdata.new_empty((t.storage_offset(), 0))
         if self.name in STORED:
             return getattr(t.window.stored, self.name.removeprefix("stored_"))
+        if isinstance(t.window, Unreadable):
+            reason = t.window.reason
+            raise RuntimeError(f"a flat view of this NVFP4Tensor cannot be read: {reason}; dequantize() first")
         return getattr(t.window, self.name)()
 
 
@@ -229,22 +232,6 @@ class Unreadable(NamedTuple):
     stored: Stored
     columns: int
     reason: str
-
-    def qdata(self) -> Tensor:
-        """Raise a RuntimeError."""
-        raise RuntimeError(f"a flat view of this NVFP4Tensor cannot be read: {self.reason}; dequantize() first")
-
-    def scale(self) -> Tensor:
-        """Raise a RuntimeError."""
-        return self.qdata()
-
-    def per_tensor_scale(self) -> Tensor:
-        """Raise a RuntimeError."""
-        return self.qdata()
-
-    def unswizzled_scale(self) -> Tensor:
-        """Raise a RuntimeError."""
-        return self.qdata()
 
 
 def find_window(stored: Stored, geometry: Geometry, transposed: bool) -> tuple[Stored | Window | Unreadable, bool]:
