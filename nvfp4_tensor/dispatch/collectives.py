@@ -106,14 +106,12 @@ def _one_or_per_row(factors: Tensor, t: NVFP4Tensor) -> Tensor:
     return factors.repeat_interleave(t.numel() // max(t.columns, 1))
 
 
-@implements(functional.wait_tensor.default)
+_WAITS = [functional.wait_tensor.default]
+if hasattr(functional, "_wrap_tensor_autograd"):  # torch 2.11 and 2.12
+    _WAITS.append(functional._wrap_tensor_autograd.default)
+
+
+@implements(_WAITS)
 def _wait_tensor(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     """Return the tensor: ``_all_gather`` has waited, and no other functional collective returns an NVFP4Tensor."""
     return args[0]
-
-
-if hasattr(functional, "_wrap_tensor_autograd"):  # torch 2.11 and 2.12
-
-    @implements(functional._wrap_tensor_autograd.default)
-    def _wrap_tensor_autograd(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
-        return args[0]

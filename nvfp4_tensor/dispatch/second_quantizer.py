@@ -52,13 +52,8 @@ def _refuse(what: object, why: str, foreign: Tensor | nn.Module) -> None:
     )
 
 
-def _is_traced() -> bool:
-    """Return whether Dynamo traces an assignment of the user's, which is none of torchao's quantizers."""
-    return torch.compiler.is_dynamo_compiling()  # it knows no classes of parameters that a graph creates
-
-
 def _check_parameter(module: nn.Module, name: str, new: nn.Parameter) -> None:
-    if _is_traced():
+    if torch.compiler.is_dynamo_compiling():  # it knows no classes of parameters that a graph creates
         return
     if is_foreign(new):
         if name in module._parameters and (why := _why_ours(module)):
@@ -68,7 +63,7 @@ def _check_parameter(module: nn.Module, name: str, new: nn.Parameter) -> None:
 
 
 def _check_module(parent: nn.Module, name: str, new: nn.Module | None) -> None:
-    if _is_traced():
+    if torch.compiler.is_dynamo_compiling():
         return
     old = parent._modules.get(name)
     if old is None or new is None or not any(map(is_foreign, (new, *new._parameters.values()))):

@@ -48,9 +48,7 @@ def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), k
         except TypeError as error:  # ``t *= 2`` would become ``t = t * 2``
             raise RuntimeError(str(error)) from error
     if implementation is not None:
-        if not func.is_view:
-            return implementation(func, types, args, kwargs)
-        if torch.is_inference_mode_enabled() and not args[0].is_inference():
+        if func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference():
             with torch.inference_mode(False):  # a view of an ordinary tensor must be an ordinary tensor
                 return implementation(func, types, args, kwargs)
         return implementation(func, types, args, kwargs)

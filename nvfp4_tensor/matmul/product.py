@@ -32,6 +32,8 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 Left: TypeAlias = "Codes | Decoded | Tensor"
 """The left operand of a product: quantized, or dense."""
 
+_matmul = torch.ops.nvfp4.matmul.default
+
 
 # --- products of plain operands --------------------------------------------------------------------------------------
 
@@ -42,10 +44,10 @@ def multiply(a: Left, b: Codes | Tensor, out_dtype: torch.dtype, bias: Tensor | 
         return scaled_mm.scaled_mm_product(a, b, bias, 1, out_dtype)
     if isinstance(b, Codes):
         x, factor = (a, None) if isinstance(a, Tensor) else decode_values(a)
-        return _decoded_product(x, factor, b, bias, x.shape[-1], False, out_dtype)
+        return _matmul(x, factor, *b, bias, x.shape[-1], False, out_dtype)
     assert not isinstance(a, Decoded)
     if isinstance(a, Codes):  # (b a^T)^T: the op reads codes on the right
-        y = _decoded_product(b, None, a, None if bias is None else bias.unsqueeze(-1), b.shape[-1], False, out_dtype)
+        y = _matmul(b, None, *a, None if bias is None else bias.unsqueeze(-1), b.shape[-1], False, out_dtype)
         return y.t().contiguous()
     y = torch.mm(a, b.t().to(a.dtype)) if bias is None else torch.addmm(bias.to(a.dtype), a, b.t().to(a.dtype))
     # In torch 2.11's compiler, a cast to the same dtype as the output of an autograd.Function loses the gradient.
@@ -54,7 +56,7 @@ def multiply(a: Left, b: Codes | Tensor, out_dtype: torch.dtype, bias: Tensor | 
 
 def multiply_across_blocks(a: Tensor, factor: Tensor | None, b: Codes, columns: int, out_dtype: torch.dtype) -> Tensor:
     """Return factor * a (M, N) @ b (N, K), summed across the blocks of the decoded b: (M, columns)."""
-    return _decoded_product(a, factor, b, None, columns, True, out_dtype)
+    return _matmul(a, factor, *b, None, columns, True, out_dtype)
 
 
 def decode_values(a: Codes | Decoded, columns: int | None = None) -> tuple[Tensor, Tensor]:
@@ -63,13 +65,6 @@ def decode_values(a: Codes | Decoded, columns: int | None = None) -> tuple[Tenso
         return a.values if columns is None else a.values[:, :columns], a.per_tensor_scale
     width = a.columns if columns is None else columns
     return torch.ops.nvfp4.dequantize(a.qdata, a.scale, None, width, torch.bfloat16), a.per_tensor_scale
-
-
-def _decoded_product(
-    x: Tensor, factor: Tensor | None, w: Codes, bias: Tensor | None, columns: int, across_blocks: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return torch.ops.nvfp4.matmul.default(x, factor, *w, bias, columns, across_blocks, out_dtype)
 
 
 # --- products of tensors ---------------------------------------------------------------------------------------------
@@ -201,7 +196,7 @@ def _times_decoded(
     if alpha != 1:
         x_scale = torch.full((), alpha, dtype=torch.float32, device=x.device) if x_scale is None else x_scale * alpha
     columns = columns or (x.shape[-1] if along_blocks else w.columns)
-    return _decoded_product(x, x_scale, _codes(w), bias, columns, not along_blocks, out_dtype)
+    return _matmul(x, x_scale, *_codes(w), bias, columns, not along_blocks, out_dtype)
 
 
 def _codes(w: NVFP4Tensor) -> Codes:

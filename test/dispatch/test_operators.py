@@ -50,15 +50,6 @@ def test_copies_of_dimensions_in_another_order_keep_it():
     assert torch.equal(t.contiguous(), t) and t.contiguous().contiguous().is_contiguous()
 
 
-def test_copy_from_nvfp4_takes_the_codes():
-    t, source = matrix(), matrix()
-    pointer = t.qdata.data_ptr()
-    assert t.copy_(source) is t
-    assert t.qdata.data_ptr() == pointer and torch.equal(t.dequantize(), source.dequantize())
-    t.t().copy_(other := matrix().t())
-    assert torch.equal(t.dequantize(), other.dequantize().t())
-
-
 def test_copy_from_dense_quantizes_by_the_spec_of_the_destination():
     t, x, y = matrix(spec=QuantizeSpec(block_rows=16)), torch.randn(130, 72), torch.randn(72, 130)
     for into, source, stored in (

@@ -1,6 +1,5 @@
 """A write changes what it would change in a dense tensor, or raises: it is never lost or in another tensor."""
 
-import copy
 import gc
 import warnings
 
@@ -329,18 +328,6 @@ def test_a_part_that_was_cut_from_another_tensor():
     assert torch.equal(part.dequantize(), expected) and not part.zero_().dequantize().any()
 
 
-@torch.no_grad()
-def test_a_deep_copy_of_a_slice_is_no_part():
-    t, other = (matrix(300, 150, amax=6.0) for _ in range(2))
-    before = t.dequantize()
-    for start in (0, 3):
-        part = t[start : start + 128]
-        copy.deepcopy(part).copy_(other[:128])
-        parameter = copy.deepcopy(torch.nn.Parameter(part, requires_grad=False))
-        assert parameter.window is None and isinstance(parameter, torch.nn.Parameter)
-        assert torch.equal(t.dequantize(), before) and torch.equal(parameter.dequantize(), part.dequantize())
-
-
 def test_slices_and_aliases_do_not_hinder_a_module_from_moving():
     linear = torch.nn.Linear(64, 300, bias=False)
     quantize_(linear, NVFP4WeightOnlyConfig())
@@ -379,22 +366,3 @@ def test_slice_and_copy_as_vllm_does(config, monkeypatch):
     monkeypatch.setattr(torchao_tests, "get_current_accelerator_device", lambda: "cpu")
     name = "_test_slice_and_copy_similar_to_vllm"
     getattr(torchao_tests.TorchAOIntegrationTestCase(name), name)(config)
-
-
-def test_all_slices_as_vllm_does_give_the_loaded_weight():
-    linear, loaded = (torch.nn.Linear(96, 384, bias=False, dtype=torch.bfloat16) for _ in range(2))
-    loaded.weight.data.mul_(3)
-    for module in (linear, loaded):
-        quantize_(module, NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(four_over_six=True)))
-    for start in (0, 128, 256):
-        linear.weight.data.narrow(0, start, 128).copy_(loaded.weight.narrow(0, start, 128))
-    assert torch.equal(linear.weight.dequantize(), loaded.weight.dequantize())
-
-
-@pytest.mark.parametrize("to, source", [(slice(1, 300), slice(299)), (slice(299), slice(1, 300))])
-def test_a_part_is_copied_to_one_that_overlaps_it(to, source):
-    t = quantize(torch.randn(300, 64))
-    expected = t.dequantize().clone()
-    expected[to] = t.dequantize()[source].clone()
-    t[to].copy_(t[source])
-    assert torch.equal(t.dequantize(), expected)

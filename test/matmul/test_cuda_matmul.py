@@ -22,28 +22,11 @@ def high(dtype):
     return 0x48 if dtype == torch.float16 else 0x70
 
 
-@dtypes
-@pytest.mark.parametrize("shape", [(256, 512), (384, 4096), (128, 8192), (1024, 1280), (130, 144), (77, 48), (1, 16)])
-def test_any_number_of_rows(shape, dtype):
-    codes, scale = random_weight(*shape, high=high(dtype))
-    for rows in (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 129, 256, 300):
-        check(torch.randn(rows, shape[1], device="cuda").to(dtype), codes, scale, factor())
-
-
-@pytest.mark.parametrize("columns", [1, 3, 15, 17, 100, 250, 1000, 4097])
-def test_columns_not_multiples_of_anything(columns):
-    codes, scale = random_weight(200, columns)
-    for rows in (1, 5, 16, 24, 40, 100):
-        check(torch.randn(rows, columns, device="cuda").bfloat16(), codes, scale, factor())
-
-
-# --- few rows --------------------------------------------------------------------------------------------------------
-
-
-@dtypes
-@pytest.mark.parametrize(
-    "shape",
-    [
+EDGES = (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 129, 256, 300)
+SIZES = [  # (N, K) of a weight, and the rows of x
+    *(((n, k), EDGES) for n, k in ((256, 512), (384, 4096), (128, 8192), (1024, 1280), (130, 144), (77, 48), (1, 16))),
+    *(((200, columns), (1, 5, 16, 24, 40, 100)) for columns in (1, 3, 15, 17, 100, 250, 1000, 4097)),
+    *(((n, k), (1, 3, 8, 9, 16)) for n, k in (
         (128, 64),  # one slice of K, 16 tiles at a time
         (384, 320),
         (1024, 1280),  # 5 warps in K, 3 tiles at a time
@@ -55,12 +38,22 @@ def test_columns_not_multiples_of_anything(columns):
         (640, 16384),
         (256, 32768),  # eight blocks in K at 9 rows
         (128, 33024),  # more of K than a cluster covers at 9 rows
-    ],
-)
-def test_division_of_work(shape, dtype):
+    )),
+    ((128 * 300, 256), (3, 12, 20)),  # more rows of w than one block's partial sums hold
+    ((128, 40000), (4, 16)),  # more of K than the slices of a cluster cover
+    *((shape, (1000, 4097)) for shape in ((2176, 4096), (640, 1024))),  # fused, decoded first
+]  # fmt: skip
+
+
+@dtypes
+@pytest.mark.parametrize(("shape", "rows"), SIZES, ids=str)
+def test_divisions_of_the_work(shape, rows, dtype):
     codes, scale = random_weight(*shape, high=high(dtype))
-    for rows in (1, 3, 8, 9, 16):
-        check(torch.randn(rows, shape[1], device="cuda").to(dtype), codes, scale, factor())
+    for m in rows:
+        check(torch.randn(m, shape[1], device="cuda").to(dtype), codes, scale, factor())
+
+
+# --- few rows --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [8, 9, 16])
@@ -103,13 +96,6 @@ def test_experts(rows, shape):
 
 
 # --- many rows -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(2176, 4096), (640, 1024)], ids=["fused", "decoded first"])
-@pytest.mark.parametrize("rows", [1000, 4097])
-def test_many_rows(shape, rows):
-    codes, scale = random_weight(*shape)
-    check(torch.randn(rows, shape[1], device="cuda").bfloat16(), codes, scale, factor())
 
 
 @pytest.mark.parametrize(
@@ -193,14 +179,6 @@ def test_wide_tiles(rows):
     check(x[:, :1024].contiguous(), codes[:8952], scale, factor())
     check(x[:, :1024].contiguous(), codes[:8956], scale, factor())
     check(x[:, :1024].contiguous(), codes[:8957], scale, factor())
-
-
-@pytest.mark.parametrize("shape, rows", [((128 * 300, 256), (3, 12, 20)), ((128, 40000), (4, 16))], ids=str)
-def test_more_than_one_division_holds(shape, rows):
-    """More rows of w than one block's partial sums hold; more of K than the slices of a cluster cover."""
-    codes, scale = random_weight(*shape)
-    for m in rows:
-        check(torch.randn(m, shape[1], device="cuda").bfloat16(), codes, scale, factor())
 
 
 # --- kernels that begin before the one before them is done -----------------------------------------------------------

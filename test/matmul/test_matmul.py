@@ -136,30 +136,6 @@ def test_w4a4_draws_afresh_and_repeats_under_a_seed():
     assert torch.equal(F.linear(x, w), first) and not torch.equal(first, second)
 
 
-def test_gradients_are_those_of_the_decoded_weight(device):
-    w = quantize(torch.randn(24, 48, device=device))
-    for weight in (w, w._replace(activation_spec=QuantizeSpec())):
-        x, bias = torch.randn(2, 5, 48, device=device), torch.randn(24, device=device)
-        x.requires_grad_(), bias.requires_grad_()
-        upstream = torch.randn(2, 5, 24, device=device)
-        got = torch.autograd.grad(F.linear(x, weight, bias), (x, bias), upstream)
-        torch.testing.assert_close(got, (upstream @ w.dequantize(), upstream.sum((0, 1))), rtol=1e-5, atol=1e-5)
-
-
-def test_derivatives_under_transforms_of_functions():
-    """Where a transform of torch.func or forward-mode AD follows the input, the product has to pass through torch's."""
-    w, x, tangent = quantize(torch.randn(24, 48)), torch.randn(3, 5, 48), torch.randn(3, 5, 48)
-    decoded, vmap = w.dequantize(), torch.func.vmap
-    expected = decoded.sum(0).expand(3, 5, 48)
-    for function in (lambda x: F.linear(x, w), vmap(lambda rows: F.linear(rows, w))):
-        torch.testing.assert_close(torch.func.grad(lambda x, f=function: f(x).sum())(x), expected, rtol=1e-5, atol=1e-5)
-        leaf = x.clone().requires_grad_()
-        function(leaf).sum().backward()
-        torch.testing.assert_close(leaf.grad, expected, rtol=1e-5, atol=1e-5)
-        _, derivative = torch.func.jvp(function, (x,), (tangent,))
-        torch.testing.assert_close(derivative, tangent @ decoded.t(), rtol=1e-5, atol=1e-5)
-
-
 def test_linear_at_its_edges():
     assert torch.equal(F.linear(torch.ones(2, 3, 0), quantize(torch.ones(4, 0))), torch.zeros(2, 3, 4))
     row, one = quantize(torch.ones(32)), quantize(torch.ones(4))
@@ -261,14 +237,6 @@ def test_gradient_of_experts():
     check(grad[4:], upstream[4:], w[2])
     compiled = torch.compile(lambda x: torch._grouped_mm(x, w.mT, offs=offs), fullgraph=True)
     assert torch.equal(compiled(x), y)
-
-
-def test_experts_draw_different_bits():
-    w = torch.rand(1, 16, 64).expand(3, 16, 64)
-    t = quantize_experts(w, QuantizeSpec(round_mode="stochastic"), rng_state=torch.tensor([1, 2]))
-    assert not torch.equal(t.qdata[0], t.qdata[1]) and not torch.equal(t.qdata[1], t.qdata[2])
-    with pytest.raises(ValueError, match="experts"):
-        quantize_experts(torch.rand(4, 4))
 
 
 def test_an_nvfp4_bias_is_decoded(device):

@@ -79,31 +79,22 @@ def test_round_mode_by_name_and_enum_replaces_that_of_the_spec():
     assert NVFP4Tensor.to_nvfp4(x, spec=spec).spec == spec
 
 
-def nested(layout):
-    return torch.nested.nested_tensor([torch.ones(2, 32), torch.ones(3, 32)], layout=layout)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda: quantize(torch.tensor(1.0)), ValueError, "0-d"),
         (lambda: quantize(torch.zeros(4, dtype=torch.float64)), TypeError, r"float64.*x.to\(torch.float32\)"),
-        (lambda: quantize(torch.zeros(4, dtype=torch.int32)), TypeError, "int32"),
         (lambda: quantize([1.0]), TypeError, "as_tensor"),
         (lambda: quantize(quantize(torch.zeros(4))), TypeError, r"dequantize\(\)"),
         (lambda: NVFP4Tensor.to_nvfp4(torch.zeros(4), round_mode="up"), ValueError, "'stochastic'"),
         (lambda: quantize(torch.zeros(4), amax=-1.0), ValueError, "amax"),
-        (lambda: quantize(torch.zeros(4), amax=math.inf), ValueError, "amax"),
         (lambda: quantize(torch.zeros(4), amax=torch.ones(2)), ValueError, "amax"),
         (lambda: quantize(torch.zeros(4), amax=torch.ones((), dtype=torch.int64)), ValueError, "amax"),
         (lambda: quantize(torch.zeros(4), amax=[3.0]), ValueError, r"amax must be a finite.*got \[3.0\]"),
         (lambda: quantize(torch.zeros(4), generator=42), TypeError, r"torch.Generator\(\).manual_seed\(42\)"),
         (lambda: quantize(torch.ones(4, 32).to_sparse()), TypeError, r"torch.sparse_coo: use x.to_dense\(\)"),
-        (lambda: quantize(torch.ones(4, 32).to_sparse_csr()), TypeError, r"torch.sparse_csr: use x.to_dense\(\)"),
-        (lambda: quantize(torch.ones(4, 32).to_mkldnn()), TypeError, r"_mkldnn: use x.to_dense\(\)"),
-        (lambda: quantize(nested(torch.strided)), TypeError, r"nested tensor: use x.to_padded_tensor\(0\)"),
-        (lambda: quantize(nested(torch.jagged)), TypeError, r"nested tensor: use x.to_padded_tensor\(0\)"),
+        (lambda: quantize(torch.nested.nested_tensor([torch.ones(2, 32)])), TypeError, "x.to_padded_tensor"),
         (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2)), ValueError, "int64"),
         (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(3, dtype=torch.int64)), ValueError, "rng_state"),
         (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=torch.zeros(2).long(), generator=torch.Generator()), ValueError, "mutually exclusive"),  # noqa: E501
@@ -117,12 +108,10 @@ def nested(layout):
         (lambda: fake_quantize(torch.zeros(4), dtype=torch.float64), TypeError, "float64"),
         (lambda: fake_quantize(quantize(torch.zeros(4))), TypeError, r"dequantize\(\)"),
         (lambda: quantize(torch.zeros(4), "stochastic"), TypeError, "spec must be a QuantizeSpec"),
-        (lambda: NVFP4Tensor.to_nvfp4(torch.zeros(4), round_mode="rne", spec="x"), TypeError, "must be a QuantizeSpec"),
         (lambda: fake_quantize(torch.zeros(4), "rne"), TypeError, "spec must be a QuantizeSpec"),
         (lambda: quantize(torch.zeros(4), QuantizeSpec(round_mode="eden")), ValueError, r"fake_quantize\(x, spec\)"),
         (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=(1, 2)), TypeError, r"torch.tensor\(\[seed, offset\]\)"),
         (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2, device="meta").long()), ValueError, "is on meta"),
-        (lambda: quantize(torch.zeros(4), amax="3"), ValueError, "amax must be a finite nonnegative number"),
         (lambda: quantize_experts([1]), ValueError, r"experts must be a tensor \(E, N, K\).*got list"),
         (lambda: quantize_experts(torch.ones(0, 16, 16)), ValueError, "at least one"),
         (lambda: quantize_experts(torch.ones(1, 4, 32), activation_spec=SPECS[3]), ValueError, "same hadamard_sign"),

@@ -128,12 +128,6 @@ def test_reading_tiles_that_are_none_changes_nothing(writer, reader, monkeypatch
     assert ((after - before).norm(dim=1) <= limit * before.norm(dim=1)).all()
 
 
-def test_copies_hold_the_values_of_their_source():
-    source = quantize(dense())
-    for t in (copied(source), loaded()):
-        assert t.spec == TILES and torch.equal(t.dequantize(), source.dequantize())
-
-
 def test_tiles_stay_tiles():
     """A tensor in tiles stays in tiles, whatever rounds it again: their scales are those of the transpose."""
     t, update = in_tiles(), 0.3 * dense()

@@ -1,7 +1,9 @@
-"""Models of quantized weights under accelerate's hooks, which move weights in and out of the meta device."""
+"""NVFP4 weights under accelerate's hooks, which move them, and safetensors' writers, which name the fix."""
 
 import pytest
 import torch
+from safetensors.torch import save_file, save_model
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, quantize
@@ -53,3 +55,19 @@ def test_a_parameter_made_of_another_by_its_class():
     assert isinstance(made, torch.nn.Parameter) and made.qdata.data_ptr() == t.qdata.data_ptr()
     with pytest.raises(TypeError, match="columns must be an integer, the size of the last dimension, got None"):
         NVFP4Tensor(t.qdata)
+
+
+def test_writers_of_plain_storages_name_the_way_that_works(tmp_path):
+    model = quantized_model(CONFIGS[0], torch.bfloat16)
+    path, state = tmp_path / "model.safetensors", model.state_dict()
+    for write in (
+        lambda: save_file(state, path), lambda: save_model(model, str(path)), lambda: flatten_tensor_state_dict(state),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=r"torch\.save\(model\.state_dict\(\), path\).*assign=True"):
+            write()
+    assert not path.exists()
+    torch.save(state, path := tmp_path / "model.pt")  # as the message says
+    again = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.ReLU(), torch.nn.Linear(48, 32)).bfloat16()
+    again.load_state_dict(torch.load(path, weights_only=True), assign=True)
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(again(x), model(x))
