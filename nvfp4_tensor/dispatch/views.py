@@ -105,15 +105,11 @@ def on_leading(t: NVFP4Tensor, function: Callable[[Tensor], Tensor], **changes: 
     return rebuilt(t, (function(qdata), function(scale), None if row_scale is None else function(row_scale)), **changes)
 
 
-def checked_dim(t: NVFP4Tensor, dim: int) -> int:
-    if not -t.dim() <= dim < t.dim():
-        raise IndexError(f"dimension {dim} out of range for a tensor of {t.dim()} dimensions")
-    return dim % t.dim()
-
-
 def stored_dim(t: NVFP4Tensor, dim: int) -> int:
     """Return the stored dimension of a logical one."""
-    dim = checked_dim(t, dim)
+    if not -t.dim() <= dim < t.dim():
+        raise IndexError(f"dimension {dim} out of range for a tensor of {t.dim()} dimensions")
+    dim %= t.dim()
     if t.transposed and dim >= t.dim() - 2:
         return 2 * t.dim() - 3 - dim
     return dim

@@ -53,10 +53,7 @@ def choose(x: Tensor, w: NVFP4Tensor, along_blocks: bool) -> Backend:
     Raises:
         RuntimeError: w's product_backend does not support this product; the message has the fix.
     """
-    backend, why = _choose(x, w, along_blocks)
-    if PRINTS_PLANS:
-        _print_plan(tuple(x.shape), tuple(w.shape), str(x.dtype), str(x.device), backend, why)
-    return backend
+    return _printed(x, w, *_choose(x, w, along_blocks))
 
 
 def _choose(x: Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Backend, str]:
@@ -73,10 +70,7 @@ def _choose(x: Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Backend, str
     if not has_fp4_tensor_cores(x.device):
         return otherwise, f"{x.device} has no FP4 tensor cores"
     if not fits_tensor_cores(x, w):
-        return (
-            otherwise,
-            "FP4 tensor cores need nonempty matrices that are not transposed, with one per-tensor scale each",
-        )
+        return otherwise, "FP4 tensor cores need nonempty matrices, not transposed, with one per-tensor scale each"
     check_backend(w.product_backend, x.device, x.dtype)
     return (Backend.FBGEMM if w.product_backend == ProductBackend.FBGEMM else Backend.SCALED_MM), "w's product_backend"
 
@@ -93,21 +87,23 @@ def _choose_fp8(x: Tensor, w: NVFP4Tensor) -> tuple[Backend, str]:
 def choose_grouped(x: Tensor, w: NVFP4Tensor) -> Backend:
     """Return the backend of groups of rows of x (M, K) times experts w (E, K, N); raise as :func:`choose`."""
     if not w.transposed or w.activation_spec is None:
-        backend, why = Backend.DECODED, "activations are not quantized, or the sum runs across the blocks"
-    else:
-        check_backend(w.product_backend, x.device, x.dtype)
-        if has_grouped_fp4(x.device) and _fits_grouped_tensor_cores(x, w):
-            backend, why = Backend.GROUPED_FP4, "compute capability 10, bfloat16 rows"
-        else:
-            backend, why = Backend.QUANTIZED_VALUES, f"{x.device} has no grouped FP4 product for these operands"
-    if PRINTS_PLANS:
-        _print_plan(tuple(x.shape), tuple(w.shape), str(x.dtype), str(x.device), backend, why)
-    return backend
+        return _printed(x, w, Backend.DECODED, "activations are not quantized, or the sum runs across the blocks")
+    check_backend(w.product_backend, x.device, x.dtype)
+    if has_grouped_fp4(x.device) and _fits_grouped_tensor_cores(x, w):
+        return _printed(x, w, Backend.GROUPED_FP4, "compute capability 10, bfloat16 rows")
+    why = f"{x.device} has no grouped FP4 product for these operands"
+    return _printed(x, w, Backend.QUANTIZED_VALUES, why)
 
 
 # --- printing --------------------------------------------------------------------------------------------------------
 
 PRINTS_PLANS = os.environ.get("NVFP4_TENSOR_PRINT_PLANS") == "1"
+
+
+def _printed(x: Tensor, w: NVFP4Tensor, backend: Backend, why: str) -> Backend:
+    if PRINTS_PLANS:
+        _print_plan(tuple(x.shape), tuple(w.shape), str(x.dtype), str(x.device), backend, why)
+    return backend
 
 
 @functools.cache  # print each problem once
@@ -178,10 +174,10 @@ def fits_tensor_cores(a: Tensor, b: NVFP4Tensor) -> bool:
 
 
 def _fits_grouped_tensor_cores(x: Tensor, w: NVFP4Tensor) -> bool:
-    """Return whether x is bfloat16, w has one per-tensor scale per expert, none is empty, and sums run along blocks."""
-    if w.activation_spec is not None and w.activation_spec.row_scaled:
-        return False
-    return x.dtype == torch.bfloat16 and w.transposed and w.per_tensor_scale.dim() != 1 and x.numel() * w.numel() > 0
+    """Return whether x is bfloat16, w (with an activation_spec) has one scale per expert, and none is empty."""
+    assert w.activation_spec is not None
+    one_scale = not w.activation_spec.row_scaled and w.per_tensor_scale.dim() != 1
+    return x.dtype == torch.bfloat16 and one_scale and x.numel() * w.numel() > 0
 
 
 # --- requested backends ----------------------------------------------------------------------------------------------

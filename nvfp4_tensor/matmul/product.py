@@ -163,16 +163,20 @@ def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | N
         return multiply_codes(_codes(a), _codes(w), bias, alpha, out_dtype)
     if backend in (Backend.FP8_SCALED_MM, Backend.FP8_VALUES):
         return fp8.product(x, _codes(w), bias, alpha, out_dtype, backend == Backend.FP8_SCALED_MM)
+    sign = None if isinstance(x, NVFP4Tensor) else _sign_to_undo(w, along_blocks)
+    factor: Tensor | None = None
     if backend == Backend.QUANTIZED_VALUES:
-        values, factor = _quantized_values(x, w)
-        return _times_decoded(values, factor, w, along_blocks, bias, alpha, out_dtype)
-    if isinstance(x, NVFP4Tensor):
-        return _times_decoded(*_decoded(x, w, along_blocks), w, along_blocks, bias, alpha, out_dtype)
-    if (sign := _sign_to_undo(w, along_blocks)) is not None:
-        y = _times_decoded(x, None, w, along_blocks, None, alpha, torch.float32, ceil_to(w.columns, BLOCK))
-        y = inverse_hadamard(y, sign)[..., : w.columns]
-        return (y if bias is None else y + bias).to(out_dtype)
-    return _times_decoded(x, None, w, along_blocks, bias, alpha, out_dtype)
+        x, factor = _quantized_values(x, w)
+    elif isinstance(x, NVFP4Tensor):
+        x, factor = _decoded(x, w, along_blocks)
+    if alpha != 1:
+        factor = torch.full((), alpha, dtype=torch.float32, device=x.device) if factor is None else factor * alpha
+    if sign is None:
+        columns = x.shape[-1] if along_blocks else w.columns
+        return _matmul(x, factor, *_codes(w), bias, columns, not along_blocks, out_dtype)
+    y = _matmul(x, factor, *_codes(w), None, ceil_to(w.columns, BLOCK), True, torch.float32)
+    y = inverse_hadamard(y, sign)[..., : w.columns]
+    return (y if bias is None else y + bias).to(out_dtype)
 
 
 def _sign_to_undo(w: NVFP4Tensor, along_blocks: bool) -> int | None:
@@ -181,22 +185,6 @@ def _sign_to_undo(w: NVFP4Tensor, along_blocks: bool) -> int | None:
     If activations are transformed before the product, their gradient must be that of the untransformed activations.
     """
     return None if along_blocks or w.activation_spec is None else w.activation_spec.hadamard_sign
-
-
-def _times_decoded(
-    x: Tensor,
-    x_scale: Tensor | None,
-    w: NVFP4Tensor,
-    along_blocks: bool,
-    bias: Tensor | None,
-    alpha: float,
-    out_dtype: torch.dtype,
-    columns: int = 0,
-) -> Tensor:
-    if alpha != 1:
-        x_scale = torch.full((), alpha, dtype=torch.float32, device=x.device) if x_scale is None else x_scale * alpha
-    columns = columns or (x.shape[-1] if along_blocks else w.columns)
-    return _matmul(x, x_scale, *_codes(w), bias, columns, not along_blocks, out_dtype)
 
 
 def _codes(w: NVFP4Tensor) -> Codes:

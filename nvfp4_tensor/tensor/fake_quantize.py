@@ -53,37 +53,17 @@ def fake_quantize(
 
 
 def _values(
-    x: Tensor,
-    amax: Tensor | None,
-    rng_state: Tensor | None,
-    spec: QuantizeSpec,
-    dtype: torch.dtype,
-    row0: int,
-    col0: int,
-    full_width: int,
+    x: Tensor, amax: Tensor | None, rng_state: Tensor | None, spec: QuantizeSpec, dtype: torch.dtype, *offsets: int
 ) -> Tensor:
-    offsets = row0, col0, full_width
     if spec.row_scaled:
-        values, factor = row_scaled_values(x, amax, rng_state, spec, torch.float32, *offsets)
+        qdata, scale, factor = torch.ops.nvfp4.quantize_rows(x, amax, rng_state, spec.pack(), *offsets)
+        columns = columns_of_values(x.shape[-1], spec.pack())
+        values = torch.ops.nvfp4.dequantize(qdata, scale, None, columns, torch.float32)
         return (values * factor.view(*x.shape[:-1], 1)).to(dtype)
     if not spec.is_eden:
         return torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), dtype, True, *offsets)[0]
     rotated = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.float32, True, *offsets)[0]
-    return torch.ops.nvfp4.rotate(rotated, rng_state, True, col0)[..., : x.shape[-1]].to(dtype)
-
-
-def row_scaled_values(
-    x: Tensor,
-    amax: Tensor | None,
-    rng_state: Tensor | None,
-    spec: QuantizeSpec,
-    dtype: torch.dtype,
-    *offsets: int,
-) -> tuple[Tensor, Tensor]:
-    """Return x quantized and decoded without its row scales (exact in bfloat16), and the scales, float32 (rows,)."""
-    qdata, scale, factor = torch.ops.nvfp4.quantize_rows(x, amax, rng_state, spec.pack(), *offsets)
-    columns = columns_of_values(x.shape[-1], spec.pack())
-    return torch.ops.nvfp4.dequantize(qdata, scale, None, columns, dtype), factor
+    return torch.ops.nvfp4.rotate(rotated, rng_state, True, offsets[1])[..., : x.shape[-1]].to(dtype)
 
 
 def is_transformed() -> bool:

@@ -273,9 +273,9 @@ from nvfp4_tensor.tensor import nvfp4 as tensor
 torch.manual_seed(0)
 x, w = torch.randn(4, 64), quantize(torch.randn(32, 64))
 if NEW:  # another version of the package: its products are twice as large
-    plain, tensor.source_digest = matmul._times_decoded, lambda: "another version"
+    plain, tensor.source_digest = matmul._matmul, lambda: "another version"
     torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag and "another version"  # before torch 2.13
-    matmul._times_decoded = lambda *arguments: plain(*arguments) * 2
+    matmul._matmul = lambda *arguments: plain(*arguments) * 2
 y = torch.compile(torch.nn.functional.linear, fullgraph=True)(x, w)
 assert torch.allclose(y, torch.nn.functional.linear(x, w.dequantize()) * (1 + NEW), rtol=1e-4, atol=1e-4), y
 """
