@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
+from nvfp4_tensor.numerics.layout import BLOCK
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelSize:
@@ -18,12 +20,16 @@ class ModelSize:
         scales: their block scales, per-tensor scales and calibrated amaxes, including padding.
         dense: everything else, including quantized tensors of other libraries.
         unquantized: the total if each NVFP4 tensor were stored in its ``orig_dtype``.
+        gradients: what training adds, not counted in the total: the gradients of all parameters that require one.
+        moments: what training by :class:`training.NVFP4AdamW` adds: their moments, in four bits.
     """
 
     codes: int
     scales: int
     dense: int
     unquantized: int
+    gradients: int = 0
+    moments: int = 0
 
     @property
     def total(self) -> int:
@@ -41,7 +47,7 @@ class ModelSize:
 
 
 def model_size(model: nn.Module) -> ModelSize:
-    """Return the bytes of a model's parameters and buffers by kind. Shared tensors are counted once.
+    """Return the bytes of a model's parameters and buffers by kind, and what training adds. Shared ones count once.
 
     ``numel() * element_size()`` returns the stored bytes of an NVFP4 tensor too, but code that computes sizes from the
     dtype, such as accelerate's ``compute_module_sizes``, counts it as dense.
@@ -60,7 +66,15 @@ def model_size(model: nn.Module) -> ModelSize:
             sizes["unquantized"] += sum(part.nbytes for _, part in parts)
         else:
             sizes["unquantized"] += math.prod(tensor.shape) * tensor.dtype.itemsize
-    return ModelSize(**sizes)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = sum(math.prod(parameter.shape) * parameter.dtype.itemsize for parameter in trained)
+    return ModelSize(**sizes, gradients=gradients, moments=sum(map(_moments, trained)))
+
+
+def _moments(parameter: Tensor) -> int:
+    """Return the bytes of NVFP4AdamW's moments: two codes and two bytes per block of 16, or two float32 if small."""
+    rows, columns = len(parameter) if parameter.dim() else 1, math.prod(parameter.shape[1:])
+    return rows * -(-columns // BLOCK) * (2 * BLOCK // 2 + 2) if columns >= BLOCK else 8 * rows * columns
 
 
 def stored_bytes(tensor: Tensor) -> int:

@@ -25,7 +25,8 @@ BATCH_NORM = 4 * 256 + 8  # weight, bias, mean and variance; a count in int64
 def test_a_dense_model():
     size = model_size(net())
     dense = 128 * 64 * 2 + 256 + BATCH_NORM
-    assert size == ModelSize(codes=0, scales=0, dense=dense, unquantized=dense) and size.total == dense
+    gradients, moments = dense - 4 * 128 - 8, 18 * 128 * 4 + 8 * 384  # buffers have none; two codes and scales each
+    assert size == ModelSize(0, 0, dense, dense, gradients, moments) and size.total == dense
     assert str(size) == "0.0 MB: codes 0.0 MB, scales 0.0 MB, dense 0.0 MB"
 
 

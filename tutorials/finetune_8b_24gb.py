@@ -9,16 +9,14 @@
 Linears of the layers are stored in NVFP4, without master copies; AdamW's moments take four bits each; the optimizer
 steps inside the backward, so that gradients do not pile up; layers are checkpointed; and the loss is computed in
 chunks, so that logits never exist as a whole. A parameter of a linear takes 1.69 bytes with its optimizer's state,
-where mixed precision takes 16. A plan of the memory is printed before training starts, and a plan that does not fit
-ends the run; on a GPU it holds with expandable segments, which leave no fragments. An interrupted and resumed run has
-the bits of one that was not. The result is a bfloat16 model for transformers.
+where mixed precision takes 16. A plan of the memory that does not fit ends the run; on a GPU it holds with expandable
+segments, which leave no fragments. A resumed run has the bits of one that was not interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nvfp4_tensor import NVFP4Tensor, training
+from nvfp4_tensor import NVFP4Tensor, model_size, training
 
 # --- loss ------------------------------------------------------------------------------------------------------------
 
@@ -58,6 +56,28 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.saved_tensors
         return d_hidden.mul_(d_loss), d_weight.mul_(d_loss), None, None
+
+
+def plan_memory(model: nn.Module, tokens: int, loss_chunk: int, device: str) -> dict[str, int]:
+    """Return the bytes at the peak by purpose, for a Llama-shaped model with quantized layers, also on "meta".
+
+    Work is the larger of two phases: the loss (a chunk's logits and the gradient of the output layer), or the backward
+    of a layer (what it saves, its intermediate gradients, gradient and values of a weight, and the gradient of an
+    output layer that is tied to the embedding). torch's allocator reserved 5 % more than that on an H200.
+    """
+    config, size, head = model.config, model_size(model), model.get_output_embeddings().weight
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    width = getattr(config, "head_dim", None) or hidden // heads
+    saved = 16 * hidden + 4 * width * (heads + config.num_key_value_heads) + 12 * config.intermediate_size
+    largest = max(p.numel() for p in model.parameters() if isinstance(p, NVFP4Tensor))
+    tied = 2 * head.numel() if head is model.get_input_embeddings().weight else 0
+    logits = min(loss_chunk, tokens) * config.vocab_size * 12  # bfloat16 and float32, values and gradients
+    loss, layer = 2 * head.numel() + logits + 6 * tokens * hidden, tokens * saved + 4 * largest + tied
+    plan = {"weights": size.total, "moments": size.moments, "work": max(loss, layer)}
+    plan["layer inputs"] = 2 * tokens * hidden * config.num_hidden_layers
+    plan["reserve"] = sum(plan.values()) // 20
+    plan["CUDA"] = 600 << 20 if device == "cuda" else 0
+    return {**plan, "total": sum(plan.values())}
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -174,28 +194,18 @@ def train(finetuner: Finetuner, folder: Path, checkpoint_every: int) -> Iterator
 # --- command line ----------------------------------------------------------------------------------------------------
 
 
-def open_model(name: str | None) -> tuple[nn.Module, Any]:
-    """Return a model in bfloat16 on the CPU, and its tokenizer: SmolLM2 from the packages of the demo by default."""
+def open_model(name: str | None, device: str = "cpu") -> tuple[nn.Module, Any]:
+    """Return a model in bfloat16, without memory on "meta", and its tokenizer: SmolLM2 from the demo by default."""
     if name is None:
         from nvfp4_cli.demo.model import load_model
 
         return load_model()
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16), AutoTokenizer.from_pretrained(name)
-
-
-def planned(name: str | None, settings: Settings, device: str) -> training.MemoryPlan:
-    """Return the plan of a model, which is made on the meta device for it."""
-    if name is None:
-        model = open_model(None)[0]
-    else:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
-    tokens = settings.batch * settings.length
-    return training.plan_finetuning(model, tokens, loss_chunk=settings.loss_chunk, on_cuda=device == "cuda")
+    with torch.device(device):
+        if device == "meta":
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.bfloat16), None
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16), AutoTokenizer.from_pretrained(name)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -212,12 +222,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for field in dataclasses.fields(Settings):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
     options = parser.parse_args(arguments)
-    for name in ("steps", "batch", "length", "loss_chunk"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
-    for name in ("learning_rate", "warmup", "clip_norm", "memory", "checkpoint_every"):
-        if not getattr(options, name) >= 0:
-            parser.error(f"--{name.replace('_', '-')} must not be negative, not {getattr(options, name)}")
+    counts = ("steps", "batch", "length", "loss_chunk")
+    for name in (*counts, "learning_rate", "warmup", "clip_norm", "memory", "checkpoint_every"):
+        value, least = getattr(options, name), int(name in counts)
+        if not value >= least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
     return options
 
 
@@ -225,37 +234,28 @@ def read(path: Path) -> str:
     """Return the text of a file, or end with what is wrong with it."""
     try:
         return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise SystemExit(f"{path} is not UTF-8 text (byte {error.start}): convert it, or leave it out") from None
-    except OSError as error:
-        raise SystemExit(f"{path} cannot be read: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"{path} cannot be read as UTF-8 text: {error}") from None
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
     """Train with the options of the command line, and return the losses."""
     options = parse(arguments)
     settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
-    checkpoint = options.output / "checkpoint.pt"
-    if options.resume and not checkpoint.exists():
-        raise SystemExit(f"{checkpoint} does not exist: omit --resume to start a new run")
     text = "\n".join(map(read, options.text))
-    plan = planned(options.model, settings, options.device)
-    print(plan)
+    planned = quantize_layers(open_model(options.model, "meta")[0], "meta")
+    plan = plan_memory(planned, settings.batch * settings.length, settings.loss_chunk, options.device)
+    print("\n".join(f"{name:<14}{size / (1 << 30):>8.2f} GiB" for name, size in plan.items()))
     if options.plan:
         return []
-    try:
-        plan.check(int(options.memory * (1 << 30)))
-    except MemoryError as error:
-        raise SystemExit(str(error)) from None
+    if plan["total"] > options.memory * (1 << 30):
+        raise SystemExit(f"that exceeds {options.memory} GiB: shorten sequences or the batch, or take a smaller model")
     model, tokenizer = open_model(options.model)
     tokens = tokenizer(text, return_tensors="pt").input_ids[0]
     finetuner = Finetuner(model, tokens, settings, options.device)
     if options.resume:
-        try:
-            state = torch.load(checkpoint, map_location=options.device, weights_only=True)
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise SystemExit(f"{checkpoint} is not a whole checkpoint of this tutorial: {error}") from None
-        finetuner.load_state_dict(state)
+        checkpoint = torch.load(options.output / "checkpoint.pt", map_location=options.device, weights_only=True)
+        finetuner.load_state_dict(checkpoint)
     options.output.mkdir(parents=True, exist_ok=True)
     losses = list(train(finetuner, options.output, options.checkpoint_every))
     if options.device == "cuda":

@@ -11,7 +11,6 @@ from nvfp4_tensor.training.reports.diagnostics import Report, diagnose
 from nvfp4_tensor.training.reports.summary import Summary, summary
 from nvfp4_tensor.training.weights.adamw import NVFP4AdamW
 from nvfp4_tensor.training.weights.lora import merge_lora, merge_low_rank
-from nvfp4_tensor.training.weights.memory_plan import MemoryPlan, plan_finetuning
 from nvfp4_tensor.training.weights.optimizer import NVFP4Optimizer, to_nvfp4_parameters
 from nvfp4_tensor.training.weights.refit import RefitReport, refit_
 from nvfp4_tensor.training.weights.write_back import write_back
@@ -19,7 +18,6 @@ from nvfp4_tensor.training.weights.write_back import write_back
 __all__ = [
     "RECIPES",
     "Filter",
-    "MemoryPlan",
     "NVFP4AdamW",
     "NVFP4Optimizer",
     "NVFP4TrainingConfig",
@@ -36,7 +34,6 @@ __all__ = [
     "linear",
     "merge_lora",
     "merge_low_rank",
-    "plan_finetuning",
     "refit_",
     "reuse_weight_codes",
     "set_recipe",
