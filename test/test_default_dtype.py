@@ -157,7 +157,6 @@ def optimized():
         (torch.float32, training.NVFP4AdamW, adamw), (torch.bfloat16, training.NVFP4AdamW, adamw),
         ("nvfp4", training.NVFP4AdamW, adamw), ("nvfp4", training.NVFP4Optimizer, adamw),
         ("nvfp4", training.NVFP4Optimizer, {**sgd, "error_feedback": "momentum"}),
-        ("nvfp4", training.NVFP4Optimizer, {**adamw, "states": "nvfp4"}),
     )  # fmt: skip
     for kind, cls, options in kinds:
         model = training.to_nvfp4_parameters(net()) if kind == "nvfp4" else net(kind)

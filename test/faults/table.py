@@ -93,8 +93,8 @@ FAULTS = [
     F("checkpoints/formats/mlx.py", "own and (missing := [name for name in quantized if name not in own])", "False",
       "checkpoints/formats/test_mlx.py"),
     # --- training ---
-    F("training/weights/coded_moments.py", "power = 2.0 ** math.ceil(", "power = 2.0 ** math.floor(", "training/weights/test_headroom.py"),
-    F("training/weights/coded_moments.py", "return offset[0] if offset else 0", "return 0", "distributed/test_coded_moments.py"),
+    F("training/weights/headroom.py", "power = 2.0 ** math.ceil(", "power = 2.0 ** math.floor(", "training/weights/test_headroom.py"),
+    F("training/weights/adamw.py", "return offset[0] if offset else 0", "return 0", "distributed/test_adamw.py"),
     F("training/weights/write_back.py", "chances = (need * (1 << 16)).ceil()", "chances = (need * (1 << 15)).ceil()",
       "training/weights/test_write_back.py"),
     F("training/weights/write_back.py", "torch.where(down.to(torch.float8_e4m3fn).float() == down, down, old)", "down",

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import gc
+import math
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.tensor import DTensor, Shard
 
-from nvfp4_tensor.numerics.random_state import rng_state_of, rng_state_row
+from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.training.weights import coded_moments
+from nvfp4_tensor.training.weights.base import WeightOptimizer, check_dense, local_of, named
+from nvfp4_tensor.training.weights.headroom import SCALE, forget_writes, keep_headroom
+from nvfp4_tensor.training.weights.in_backward import StepsInBackward
+from nvfp4_tensor.training.weights.step_tensors import StepTensors
+from nvfp4_tensor.training.weights.write_back import check_writable
 
-CLIPS = ("late", "parameter")
+CODES = ("ratio_codes", "ratio_scale", "second_moment_codes", "second_moment_exponent")
+"""State of a parameter with coded moments, beside "step": bytes, since plain pickle does not support float8."""
+DENSE = ("exp_avg", "exp_avg_sq")
+"""State of a parameter that is too small for codes."""
 
 
-class NVFP4AdamW(torch.optim.Optimizer):
+class NVFP4AdamW(WeightOptimizer):
     """AdamW whose two moments take 1.125 bytes per element instead of 8.
 
     The first moment is stored as its ratio to the root of the second, in NVFP4, and the second as a power of two per
@@ -53,6 +57,8 @@ class NVFP4AdamW(torch.optim.Optimizer):
     >>> optimizer = NVFP4AdamW(model.parameters(), lr=1e-4)
     """
 
+    _in_backward: StepsInBackward | None = None
+
     def __init__(
         self,
         params: Any,
@@ -63,33 +69,22 @@ class NVFP4AdamW(torch.optim.Optimizer):
         *,
         seed: int = 0,
     ) -> None:
-        self._in_backward: _InBackward | None = None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "seed": seed}
         super().__init__(params, {**defaults, "late_norm": None})
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(coded_moments.from_bytes(state))
-        for group in self.param_groups:
-            group.setdefault("late_norm", None)
-
     def __getstate__(self) -> dict[str, Any]:
+        self._store_norm()
         if self._in_backward is not None:
-            self._in_backward.save_norm()
             warnings.warn(
                 "the copy of an optimizer does not step in the backward: call its step_in_backward", stacklevel=3
             )
-        return {**coded_moments.as_bytes(super().__getstate__()), "_in_backward": None}
+        return super().__getstate__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as every optimizer does; if the group is not valid, raise an error and do not add it."""
         if self._in_backward is not None:
             raise RuntimeError("a group cannot be added after step_in_backward: add it before")
         super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1])
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -101,37 +96,29 @@ class NVFP4AdamW(torch.optim.Optimizer):
         Raises:
             RuntimeError: in a CUDA graph's capture, whose replays would repeat the random bits and the step size.
         """
-        _refuse_capture()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._loss_of(closure)
         if self._in_backward is not None:
             self._in_backward.end_step()
             return loss
-        tensors = _StepTensors(self)
-        for index, (group, parameter) in enumerate(self._indexed()):
+        for parameter in self._parameters():
+            check_dense(parameter.grad)
+        tensors = StepTensors(self)
+        for index, parameter in enumerate(self._parameters()):
             if parameter.grad is not None:
-                self._update(parameter, parameter.grad, group, index, tensors, None)
+                self._update(parameter, index, tensors)
         return loss
 
-    def _update(
-        self,
-        parameter: Tensor,
-        grad: Tensor,
-        group: dict[str, Any],
-        index: int,
-        tensors: _StepTensors,
-        grad_scale: Tensor | None,
-    ) -> None:
-        state = self.state[parameter]
+    def _update(self, parameter: Tensor, index: int, tensors: StepTensors, grad_scale: Tensor | None = None) -> None:
+        grad, state = parameter.grad, self.state[parameter]
+        assert grad is not None
         if not state:
-            state.update(coded_moments.new_state(parameter))
-        count, device = int(state["step"].item()) + 1, coded_moments.local_of(parameter).device
-        numbers = tensors.numbers(coded_moments.numbers_of(group, count), device, grad_scale)
-        rng_state = tensors.rng_state(group["seed"], index, count, device)
+            state.update(_new_state(parameter))
+        numbers, rng_state = tensors.of(index, local_of(parameter).device)
+        if grad_scale is not None:
+            numbers[0] = grad_scale
         state["step"] += 1
-        coded_moments.step_parameter(parameter, grad, state, numbers, rng_state)
+        _step(parameter, local_of(grad.detach()), state, numbers, rng_state)
+        torch.autograd.graph.increment_version(parameter)  # a graph that needs the old values then says so
 
     def step_in_backward(self, clip_norm: float | None = None, clip: str = "late") -> None:
         """Step each parameter inside the backward as soon as its gradient is there, and free the gradient.
@@ -151,19 +138,24 @@ class NVFP4AdamW(torch.optim.Optimizer):
                 if each backward is a step; use a larger batch, or optimizer.step() without this. In the first backward
                 of a model in DistributedDataParallel, which averages gradients only afterwards.
         """
-        if clip not in CLIPS:
+        if clip not in ("late", "parameter"):
             raise ValueError(f"clip is 'late' or 'parameter', not {clip!r}")
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be above 0, not {clip_norm}")
         if self._in_backward is not None:
             raise RuntimeError("step_in_backward was called before")
-        self._in_backward = _InBackward(self, clip_norm, clip)
+        self._in_backward = StepsInBackward(self, clip_norm, clip)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as every optimizer does, with the norm that "late" clipping uses next."""
-        if self._in_backward is not None:
-            self._in_backward.save_norm()
-        return coded_moments.as_bytes(super().state_dict())
+        self._store_norm()
+        return super().state_dict()
+
+    def _store_norm(self) -> None:
+        """Make the norm of late clipping a number: a distributed checkpoint needs no tensor to load it into."""
+        for group in self.param_groups:
+            if isinstance(group["late_norm"], Tensor):
+                group["late_norm"] = group["late_norm"].item()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as every optimizer does; codes and float32 moments keep their dtypes.
@@ -171,204 +163,119 @@ class NVFP4AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: if it is that of another kind of optimizer, torch.optim.AdamW for instance.
         """
-        state_dict = coded_moments.from_bytes(state_dict)
-        coded_moments.check_state_dict(self, state_dict)
-        super().load_state_dict(state_dict)
-        coded_moments.load_exactly(self, state_dict)
-        if self._in_backward is not None:
-            self._in_backward.load_norm()
+        self._check_state_dict(state_dict)
+        self._load(state_dict, casts_dense=False)
+        for parameter in self._parameters():
+            forget_writes(parameter)
 
-    def _indexed(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-        return ((group, parameter) for group in self.param_groups for parameter in group["params"])
+    def _check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise a ValueError if a state dict has no coded moments of the parameters."""
+        if any("late_norm" not in group for group in state_dict["param_groups"]):
+            raise ValueError("the state dict is of another optimizer, without coded moments: start with new moments")
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, parameter in zip(saved, self._parameters(), strict=False):  # torch compares their numbers
+            state = state_dict["state"].get(i, {})
+            names = {"step", *(CODES if is_coded(parameter) else DENSE)}
+            if state and set(state) - {SCALE} != names:
+                raise ValueError(
+                    f"the state dict has {', '.join(sorted(map(str, state)))} of parameter {i}, whose moments in codes "
+                    f"are {', '.join(sorted(names))}: start with new moments"
+                )
 
-
-class _StepTensors:
-    """What the parameters of one step need on their devices: a copy for all of them, which the host does not await."""
-
-    def __init__(self, optimizer: NVFP4AdamW) -> None:
-        self._optimizer = weakref.proxy(optimizer)
-        self._numbers: dict[tuple[Any, ...], tuple[Tensor | None, Tensor]] = {}
-        self._states: dict[tuple[torch.device, int], tuple[list[tuple[int, int]], tuple[Tensor, ...]]] = {}
-
-    def numbers(self, numbers: list[float], device: torch.device, grad_scale: Tensor | None) -> Tensor:
-        """Return the numbers of a step (HYPER), the first one replaced by grad_scale, 0-d, unless that is None.
-
-        Parameters with the same ones share them.
-        """
-        key = (*numbers, *_place_of(device), id(grad_scale))  # which is held, so that no other tensor has its id
-        if key not in self._numbers:
-            copied = _copied(numbers, torch.float32, device)
-            if grad_scale is not None:
-                copied[0].copy_(grad_scale)
-            self._numbers[key] = grad_scale, copied
-        return self._numbers[key][1]
-
-    def rng_state(self, seed: int, index: int, count: int, device: torch.device) -> Tensor:
-        """Return the random state of a parameter's step. The first call of a step copies those of all parameters."""
-        place = _place_of(device)
-        if place not in self._states:
-            planned = [self._next_of(group, parameter) for group, parameter in self._optimizer._indexed()]
-            rows = [rng_state_row("adamw", seed, str(i), count) for i, (seed, count) in enumerate(planned)]
-            self._states[place] = planned, _copied(rows, torch.int64, device).unbind()
-        planned, states = self._states[place]
-        if planned[index] == (seed, count):
-            return states[index]
-        return rng_state_of("adamw", seed, str(index), count, device)
-
-    def _next_of(self, group: dict[str, Any], parameter: nn.Parameter) -> tuple[int, int]:
-        """Return the seed and the number of a parameter's next step."""
-        state = self._optimizer.state.get(parameter)
-        return group["seed"], (int(state["step"].item()) if state else 0) + 1
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        beta1, beta2 = group["betas"]
+        if float(group["lr"]) < 0 or float(group["eps"]) < 0 or float(group["weight_decay"]) < 0:
+            raise ValueError("lr, eps and weight_decay must not be negative")
+        if not 0 <= beta1 < 1 or not 0 <= beta2 < 1:
+            raise ValueError(f"betas must be at least 0 and below 1, not {group['betas']}")
+        for option in ("amsgrad", "maximize", "capturable", "differentiable"):
+            if group.get(option):
+                raise ValueError(f"moments in codes do not support {option}=True: use torch.optim.AdamW")
+        for name, parameter in named(group):
+            _check_parameter(parameter, name)
 
 
-def _place_of(device: torch.device) -> tuple[torch.device, int]:
-    """Return the device and its current stream, on which what is copied there can be read without waiting."""
-    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+# --- one parameter ---------------------------------------------------------------------------------------------------
 
 
-def _copied(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+def is_coded(parameter: Tensor) -> bool:
+    """Return whether the moments of the parameter are codes, which for smaller ones would not be smaller."""
+    if isinstance(local_of(parameter), NVFP4Tensor):
+        return True
+    return parameter.dim() >= 2 and math.prod(parameter.shape[1:]) >= BLOCK
 
 
-class _InBackward:
-    """The hooks of an optimizer that steps inside the backward, and the norms that it clips by."""
-
-    def __init__(self, optimizer: NVFP4AdamW, clip_norm: float | None, clip: str) -> None:
-        self._optimizer, self._clip_norm, self._clip = optimizer, clip_norm, clip
-        self._tensors = _StepTensors(optimizer)
-        self._stepped: set[int] = set()
-        self._norms: list[Tensor] = []
-        self._late_norm: Tensor | None = None
-        self._late_scales: dict[tuple[torch.device, int], Tensor] = {}
-        self._group: Any = None
-        self._hooked: set[int] = set()
-        self._is_checked = False
-        self.load_norm()
-        self._add_hooks()
-
-    def _parameters(self) -> Iterator[tuple[nn.Parameter, int, int]]:
-        """Yield each parameter, the number of its group, and its index."""
-        groups = enumerate(self._optimizer.param_groups)
-        pairs = [(parameter, number) for number, group in groups for parameter in group["params"]]
-        return ((parameter, number, index) for index, (parameter, number) in enumerate(pairs))
-
-    def _add_hooks(self) -> None:
-        for parameter, number, index in self._parameters():
-            if parameter.requires_grad and index not in self._hooked:
-                parameter.register_post_accumulate_grad_hook(self._hook(number, index))
-                self._hooked.add(index)
-
-    def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
-        # The parameter holds the hook where the garbage collector does not look, so a hook that held the optimizer
-        # would keep both forever.
-        reference = weakref.ref(self)
-
-        def step(parameter: Tensor) -> None:
-            if (steps := reference()) is not None:
-                steps._step(parameter, number, index)
-
-        return step
-
-    def _step(self, parameter: Tensor, number: int, index: int) -> None:
-        _refuse_capture()
-        self._refuse_ddp()
-        if index in self._stepped:
-            raise RuntimeError(
-                "a second backward before optimizer.step(): gradients cannot accumulate with step_in_backward, "
-                "which steps in each backward. Use one larger batch, or an optimizer without step_in_backward. (If an "
-                "error ended the last backward, optimizer.step() ends its step.)"
+def _check_parameter(parameter: Tensor, name: str) -> None:
+    """Raise a ValueError if a step does not support the parameter."""
+    if isinstance(parameter, DTensor) and any(not p.is_replicate() and p != Shard(0) for p in parameter.placements):
+        raise ValueError(f"{name} is sharded as {parameter.placements}, and moments in codes need whole rows: Shard(0)")
+    weight = local_of(parameter)
+    if isinstance(weight, NVFP4Tensor):
+        check_writable(weight, name)
+        if weight.spec.block_rows != 1 or weight.dim() != 2 or weight.per_tensor_scale.dim():
+            raise ValueError(
+                f"{name} is not one matrix in 1x16 blocks with one per-tensor scale, which moments in codes need: "
+                "quantize it with block_rows=1"
             )
-        assert parameter.grad is not None
-        self._stepped.add(index)
-        grad, group = parameter.grad, self._optimizer.param_groups[number]  # loading a state replaces groups
-        with torch.no_grad():
-            self._optimizer._update(parameter, grad, group, index, self._tensors, self._scale(grad))
-        parameter.grad = None
-
-    def _refuse_ddp(self) -> None:
-        """Raise a RuntimeError if DistributedDataParallel has a parameter: looked for once, with several ranks."""
-        if self._is_checked or not (dist.is_available() and dist.is_initialized()):
-            return
-        self._is_checked = True
-        mine = {id(parameter) for parameter, _, _ in self._parameters()}
-        models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-        if dist.get_world_size() > 1 and any(id(p) in mine for model in models for p in model.parameters()):
-            self._is_checked = False
-            raise RuntimeError(
-                "step_in_backward steps by each rank's own gradients, before DistributedDataParallel averages them: "
-                "use fully_shard, or an optimizer without step_in_backward"
-            )
-
-    def _scale(self, grad: Tensor) -> Tensor | None:
-        if self._clip_norm is None:
-            return None
-        local = coded_moments.local_of(grad)
-        norm = torch.linalg.vector_norm(local, dtype=torch.float32)
-        if isinstance(grad, DTensor):
-            self._group = grad.device_mesh.get_group() if grad.device_mesh.ndim == 1 else dist.group.WORLD
-        if self._clip == "parameter":
-            if isinstance(grad, DTensor):
-                norm = _over_ranks(norm, self._group)
-            return self._coefficient(norm)
-        self._norms.append(norm)
-        if self._late_norm is None:
-            return None
-        place = _place_of(local.device)
-        if place not in self._late_scales:
-            self._late_scales[place] = self._coefficient(self._late_norm.to(local.device))
-        return self._late_scales[place]
-
-    def _coefficient(self, norm: Tensor) -> Tensor:
-        assert self._clip_norm is not None
-        return (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
-
-    def end_step(self) -> None:
-        for parameter, number, index in self._parameters():  # without a hook: unfrozen later, or its gradient was set
-            if parameter.grad is not None:
-                self._step(parameter, number, index)
-        self._add_hooks()
-        if self._norms:
-            first = self._norms[0].device
-            norm = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in self._norms]))
-            self._late_norm = norm if self._group is None else _over_ranks(norm, self._group)
-        self._norms, self._late_scales, self._tensors = [], {}, _StepTensors(self._optimizer)
-        self._stepped.clear()
-
-    def save_norm(self) -> None:
-        for group in self._optimizer.param_groups:
-            group["late_norm"] = None if self._late_norm is None else self._late_norm.item()
-
-    def load_norm(self) -> None:
-        saved = self._optimizer.param_groups[0]["late_norm"] if self._optimizer.param_groups else None
-        self._late_norm, self._late_scales = None if saved is None else torch.tensor(saved, dtype=torch.float32), {}
-
-
-def _over_ranks(norm: Tensor, group: Any) -> Tensor:
-    square = norm * norm
-    dist.all_reduce(square, group=group)
-    return square.sqrt()
-
-
-def _refuse_capture() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "NVFP4AdamW.step computes its step size and its random bits' number on the host, so every replay of a CUDA "
-            "graph would repeat them: capture only forward and backward, and call step() after each replay"
-        )
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
-    if float(group["lr"]) < 0 or float(group["eps"]) < 0 or float(group["weight_decay"]) < 0:
-        raise ValueError("lr, eps and weight_decay must not be negative")
-    if not 0 <= beta1 < 1 or not 0 <= beta2 < 1:
-        raise ValueError(f"betas must be at least 0 and below 1, not {group['betas']}")
-    if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
-        raise TypeError(f"seed is an integer, not {group['seed']!r}")
-    coded_moments.check_group(group)
-    names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
-    for name, parameter in zip(names, group["params"], strict=True):
-        coded_moments.check_parameter(parameter, name)
-        if isinstance(parameter, NVFP4Tensor) and not parameter.requires_grad:
+        if not parameter.requires_grad:
             raise ValueError(f"{name} does not require a gradient: set requires_grad, or leave it out")
+    elif weight.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"{name} is {weight.dtype}, and moments in codes need bfloat16, float32 or NVFP4 weights")
+    elif type(weight) not in (Tensor, nn.Parameter):
+        raise ValueError(f"{name} is a {type(weight).__name__}, and moments in codes need plain or NVFP4 weights")
+    elif not weight.is_contiguous():
+        raise ValueError(f"{name} is not contiguous, so it cannot be updated in place: use contiguous()")
+
+
+def _new_state(parameter: Tensor) -> dict[str, Any]:
+    """Return zero moments of a parameter; for a DTensor, they are sharded like it."""
+    state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=torch.float32)}
+    if not is_coded(parameter):
+        for name in DENSE:
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+        return state
+    local = local_of(parameter)
+    blocks = -(-math.prod(local.shape[1:]) // BLOCK)
+    for name in CODES:
+        width = 8 * blocks if name.endswith("codes") else blocks
+        state[name] = torch.zeros(local.shape[0], width, dtype=torch.uint8, device=local.device)
+        if isinstance(parameter, DTensor):
+            mesh, placements, shape = parameter.device_mesh, parameter.placements, (parameter.shape[0], width)
+            state[name] = DTensor.from_local(
+                state[name], mesh, placements, run_check=False, shape=torch.Size(shape), stride=(width, 1)
+            )
+    return state
+
+
+def _first_row(parameter: Tensor) -> int:
+    """Return where this rank's rows begin in the full parameter."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0] if offset else 0
+
+
+def _step(parameter: Tensor, grad: Tensor, state: dict[str, Any], numbers: Tensor, rng_state: Tensor) -> None:
+    """Update a parameter and its moments in place.
+
+    grad: this rank's. numbers: float32 (8,); rng_state: int64 (2,); both on the parameter's device.
+    """
+    weight, row0 = local_of(parameter.detach()), _first_row(parameter)
+    columns = math.prod(weight.shape[1:])
+    grad = grad.float() if grad.dtype == torch.float16 else grad
+    if not is_coded(parameter):
+        m, v = (local_of(state[name]).view(-1) for name in DENSE)
+        torch.ops.nvfp4.adamw_step_vector(weight.view(-1), grad.reshape(-1), m, v, numbers, rng_state, row0 * columns)
+        return
+    codes, scale, *second = (local_of(state[name]) for name in CODES)
+    moments = codes, scale.view(torch.float8_e4m3fn), *second
+    grad = grad.reshape(weight.shape[0], columns)
+    if isinstance(weight, NVFP4Tensor):
+        keep_headroom(parameter, state)
+        parts = weight.qdata, weight.scale, weight.per_tensor_scale
+        torch.ops.nvfp4.adamw_step_codes(*parts, grad, *moments, numbers, rng_state, row0)
+    else:
+        torch.ops.nvfp4.adamw_step(weight.view(grad.shape), grad, *moments, numbers, rng_state, row0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,15 +16,15 @@ from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.training.weights import coded_moments
+from nvfp4_tensor.training.weights.base import WeightOptimizer, check_dense, local_of, named
 from nvfp4_tensor.training.weights.error_feedback import add_error, check_error_feedback, shrink_momentum
-from nvfp4_tensor.training.weights.write_back import check_writable, write_back
+from nvfp4_tensor.training.weights.write_back import check_writable, mode_of_write, write_back
 
-_OWN = ("round_mode", "seed", "error_feedback", "writes", "states")
+_OWN = ("round_mode", "seed", "error_feedback", "writes")
 """The options of a parameter group that belong to NVFP4Optimizer and not to the inner optimizer."""
 
 
-class NVFP4Optimizer(torch.optim.Optimizer):
+class NVFP4Optimizer(WeightOptimizer):
     """Apply an inner optimizer to NVFP4 parameters: decode each, update it, and round the result to NVFP4.
 
     The memory peak of :meth:`step` is a few float32 copies of one parameter; there are no master copies. Gradients and
@@ -44,8 +44,7 @@ class NVFP4Optimizer(torch.optim.Optimizer):
     the momentum, so that later steps correct it. It needs no memory. When the learning rate rises, the momentum is
     multiplied by old / new, so that the errors in it do not grow: after a warm restart the momentum builds up again.
 
-    **States in four bits** (``states="nvfp4"``, with AdamW): the moments take 1.125 bytes per element instead of 8, and
-    a step is one pass, as in :class:`NVFP4AdamW`, which needs less around it.
+    For AdamW with moments in four bits, see :class:`NVFP4AdamW`.
 
     Args:
         params: an iterable of parameters, of (name, parameter) pairs, or of groups. NVFP4 parameters need
@@ -53,12 +52,11 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         inner: the class of a torch optimizer, torch.optim.AdamW for instance.
         round_mode: "stochastic"; or "rne" for comparison, which loses updates of less than half a step.
         error_feedback: False; or "momentum" with SGD (momentum above 0, no nesterov), Adam and AdamW (no amsgrad).
-        states: "float32"; or "nvfp4" with AdamW, without error feedback, for weights in 1x16 blocks.
-        seed: the seed of the random bits. round_mode, error_feedback, states and seed can be set per group.
+        seed: the seed of the random bits. round_mode, error_feedback and seed can be set per group.
         **options: options of the inner optimizer, such as lr.
 
     Raises:
-        TypeError: if inner is not an optimizer class.
+        TypeError: if inner is not an optimizer class, or ``states`` is given, which NVFP4AdamW replaces.
         ValueError: if a parameter cannot be written to or an option does not fit; also errors of the inner optimizer.
 
     >>> to_nvfp4_parameters(model)
@@ -72,7 +70,6 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         *,
         round_mode: RoundingMode | str = "stochastic",
         error_feedback: bool | str = False,
-        states: str = "float32",
         seed: int = 0,
         **options: Any,
     ) -> None:
@@ -82,29 +79,15 @@ class NVFP4Optimizer(torch.optim.Optimizer):
             raise ValueError(f"{inner.__name__} does not update parameters one at a time: use AdamW or SGD")
         if issubclass(inner, torch.optim.SparseAdam):
             raise ValueError("SparseAdam needs sparse gradients, but gradients of NVFP4 weights are dense: use Adam")
+        _refuse_states(options)
         sample = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32))
         self._inner = inner([sample], **options)
         self._initial_state = dict(self._inner.state[sample])
-        own = {"round_mode": round_mode, "error_feedback": error_feedback, "states": states, "seed": seed, "writes": 0}
+        own = {"round_mode": round_mode, "error_feedback": error_feedback, "seed": seed, "writes": 0}
         super().__init__(params, {**self._inner.defaults, **own})
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = coded_moments.as_bytes(super().__getstate__())
-        return {**kept, "_inner": self._inner, "_initial_state": self._initial_state}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(coded_moments.from_bytes(state))
-        for group in self.param_groups:
-            group.setdefault("states", "float32")  # state dicts of earlier versions have none
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as every optimizer does; if the group is not valid, raise an error and do not add it."""
-        super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1], type(self._inner))
-        except (TypeError, ValueError):
-            self.param_groups.pop()
-            raise
+        return {**super().__getstate__(), "_inner": self._inner, "_initial_state": self._initial_state}
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -118,18 +101,10 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: if a gradient is not dense, or the current stream is capturing a CUDA graph.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "NVFP4Optimizer.step counts its writes on the host, so every replay of a CUDA graph would reuse the "
-                "same random bits: capture only forward and backward, and call step() after each replay"
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._loss_of(closure)
         for parameter in self._parameters():
-            if isinstance(parameter, NVFP4Tensor) and parameter.grad is not None:
-                _check_dense(parameter.grad)
+            if isinstance(parameter, NVFP4Tensor):
+                check_dense(parameter.grad)
         index = 0
         for group in self.param_groups:
             group["writes"] += 1
@@ -140,9 +115,6 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any], index: int) -> None:
-        if group["states"] == "nvfp4":
-            coded_moments.step_with_state(parameter, self.state[parameter], group, str(index))
-            return
         if not isinstance(parameter, NVFP4Tensor):
             self._inner_step(parameter, parameter, group)
             return
@@ -181,10 +153,6 @@ class NVFP4Optimizer(torch.optim.Optimizer):
         self.state[parameter] = inner.state[values]
         inner.param_groups, inner.state = [], defaultdict(dict)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as every optimizer does."""
-        return coded_moments.as_bytes(super().state_dict())
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict as every optimizer does, with float32 state for NVFP4 parameters.
 
@@ -198,62 +166,34 @@ class NVFP4Optimizer(torch.optim.Optimizer):
                 "the state dict is not an NVFP4Optimizer's: it counts no writes, by which random bits are chosen. "
                 "Load what NVFP4Optimizer.state_dict() returned, or start with new state"
             )
-        state_dict = coded_moments.from_bytes(state_dict)
-        super().load_state_dict(state_dict)
-        if any(group["states"] == "nvfp4" for group in self.param_groups):
-            coded_moments.load_exactly(self, state_dict)
-            return
-        saved = (i for group in state_dict["param_groups"] for i in group["params"])
-        for i, parameter in zip(saved, self._parameters(), strict=True):
-            state = self.state[parameter] if i in state_dict["state"] else {}
-            for name, value in state_dict["state"].get(i, {}).items():
-                if isinstance(value, Tensor):
-                    cast = state[name]
-                    dense_dtype = torch.float32 if isinstance(parameter, NVFP4Tensor) else cast.dtype
-                    dtype = dense_dtype if value.dim() else value.dtype
-                    state[name] = value.detach().clone().to(cast.device, dtype)
+        self._load(state_dict, casts_dense=True)
 
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for group in self.param_groups for parameter in group["params"])
-
-
-def _check_group(group: dict[str, Any], inner: type[torch.optim.Optimizer]) -> None:
-    mode = RoundingMode.of(group["round_mode"])
-    if mode not in (RoundingMode.STOCHASTIC, RoundingMode.RNE):
-        raise ValueError(f"round_mode of updates is 'stochastic' or 'rne', not {mode.name.lower()!r}")
-    group["round_mode"] = mode.name.lower()  # a string, so that torch.load(weights_only=True) reads it
-    if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
-        raise TypeError(f"seed is an integer, not {group['seed']!r}")
-    if group["states"] not in ("float32", "nvfp4"):
-        raise ValueError(f"states is 'float32' or 'nvfp4', not {group['states']!r}")
-    names = group.get("param_names") or [f"parameter {i} of its group" for i in range(len(group["params"]))]
-    if group["states"] == "nvfp4":
-        if inner is not torch.optim.AdamW:
-            raise ValueError(f"states='nvfp4' supports AdamW, not {inner.__name__}")
-        coded_moments.check_group(group)
-        for name, parameter in zip(names, group["params"], strict=True):
-            coded_moments.check_parameter(parameter, name)
-        return
-    for name, parameter in zip(names, group["params"], strict=True):
-        if isinstance(getattr(parameter, "_local_tensor", None), NVFP4Tensor):
-            raise ValueError(
-                f"{name} is a shard of an NVFP4 weight, and a write would change the scale of all shards: train it in "
-                "bfloat16 with NVFP4TrainingConfig and nvfp4_tensor.distributed.enable_nvfp4_all_gather, or with "
-                "states='nvfp4', which keeps that scale"
-            )
-        if isinstance(parameter, NVFP4Tensor):
-            check_writable(parameter, name)
-        if issubclass(inner, torch.optim.Muon) and parameter.dim() != 2:
-            raise ValueError(
-                f"{name} has {parameter.dim()} dimensions, and Muon updates matrices: give it to another optimizer"
-            )
-    check_error_feedback(group, inner)
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        _refuse_states(group)
+        group["round_mode"] = mode_of_write(group["round_mode"]).name.lower()  # a string, for weights_only=True
+        inner = type(self._inner)
+        for name, parameter in named(group):
+            if local_of(parameter) is not parameter and isinstance(local_of(parameter), NVFP4Tensor):
+                raise ValueError(
+                    f"{name} is a shard of an NVFP4 weight, and a write would change the scale of all shards: use "
+                    "NVFP4AdamW, which keeps that scale, or train in bfloat16 with NVFP4TrainingConfig and "
+                    "nvfp4_tensor.distributed.enable_nvfp4_all_gather"
+                )
+            if isinstance(parameter, NVFP4Tensor):
+                check_writable(parameter, name)
+            if issubclass(inner, torch.optim.Muon) and parameter.dim() != 2:
+                raise ValueError(
+                    f"{name} has {parameter.dim()} dimensions, and Muon updates matrices: give it to another optimizer"
+                )
+        check_error_feedback(group, inner)
 
 
-def _check_dense(grad: Tensor) -> None:
-    if isinstance(grad, NVFP4Tensor) or grad.layout != torch.strided:
-        raise RuntimeError(
-            "an NVFP4 parameter needs a gradient that is a dense tensor, as F.linear's backward makes it"
+def _refuse_states(options: dict[str, Any]) -> None:
+    if "states" in options:
+        raise TypeError(
+            "NVFP4Optimizer has no option states: NVFP4AdamW(model.parameters(), lr=...) is AdamW with moments in four "
+            "bits, of NVFP4 and of dense weights"
         )
 
 

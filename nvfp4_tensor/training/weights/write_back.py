@@ -40,6 +40,14 @@ def check_writable(w: NVFP4Tensor, name: str) -> None:
         raise ValueError(f"{name} has several per-tensor scales and 16x16 blocks: use block_rows=1")
 
 
+def mode_of_write(round_mode: RoundingMode | str) -> RoundingMode:
+    """Return the rounding mode of updates; raise a ValueError if they do not support it."""
+    mode = RoundingMode.of(round_mode)
+    if mode not in (RoundingMode.STOCHASTIC, RoundingMode.RNE):
+        raise ValueError(f"round_mode of updates is 'stochastic' or 'rne', not {mode.name.lower()!r}")
+    return mode
+
+
 def write_back(
     w: NVFP4Tensor,
     update: Tensor,
@@ -68,10 +76,8 @@ def write_back(
     Raises:
         ValueError: if w is not supported, shapes or round_mode do not fit, or rng_state is missing.
     """
-    mode = RoundingMode.of(round_mode)
+    mode = mode_of_write(round_mode)
     check_writable(w, "w")
-    if mode not in (RoundingMode.STOCHASTIC, RoundingMode.RNE):
-        raise ValueError(f"round_mode of updates is 'stochastic' or 'rne', not {mode.name.lower()!r}")
     if mode == RoundingMode.STOCHASTIC and rng_state is None:
         raise ValueError("stochastic rounding needs rng_state, an int64 tensor (seed, offset)")
     if update.shape != w.shape:

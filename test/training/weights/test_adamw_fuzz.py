@@ -11,8 +11,10 @@ from torch import nn
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
 from nvfp4_tensor.numerics import optimizer_step
 from nvfp4_tensor.numerics.optimizer_step import Moments
-from nvfp4_tensor.training import NVFP4AdamW, NVFP4Optimizer
-from nvfp4_tensor.training.weights import coded_moments
+from nvfp4_tensor.training import NVFP4AdamW
+from nvfp4_tensor.training.weights import adamw
+from nvfp4_tensor.training.weights.headroom import make_headroom
+from nvfp4_tensor.training.weights.step_tensors import least_exponent
 
 pytestmark = pytest.mark.slow
 
@@ -52,9 +54,9 @@ def decoded(p, state):
     w = (p.detach().dequantize(torch.float32) if isinstance(p, NVFP4Tensor) else p.detach()).double()
     if not state:
         return None, None, w
-    if not coded_moments.is_coded(p):
+    if not adamw.is_coded(p):
         return state["exp_avg"].double(), state["exp_avg_sq"].double(), w
-    m, v = (f(Moments(*(state[name] for name in coded_moments.CODES))).double().flatten(1)
+    m, v = (f(Moments(*(state[name] for name in adamw.CODES))).double().flatten(1)
             for f in (optimizer_step.first_moment, optimizer_step.second_moment))  # fmt: skip
     columns = p.numel() // max(len(p), 1)
     return m[:, :columns].reshape(p.shape), v[:, :columns].reshape(p.shape), w
@@ -70,8 +72,8 @@ def check(p, group, before, after, grad, count):
     v = beta2 * (zeros if v0 is None else v0) + (1 - beta2) * g * g
     size = group["lr"] * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
     decay = 1 - group["lr"] * group["weight_decay"]
-    least = 2.0 ** (coded_moments.least_exponent(group["eps"]) - 127)
-    if not coded_moments.is_coded(p):
+    least = 2.0 ** (least_exponent(group["eps"]) - 127)
+    if not adamw.is_coded(p):
         parts = g.abs() if m0 is None else g.abs() + m0.abs()  # which may cancel
         assert ((m1 - m).abs() <= 1e-6 * parts + 1e-37).all() and torch.allclose(v1, v, rtol=1e-5, atol=1e-37)
         new = decay * w0 - size * m / v.clamp(min=least).sqrt()
@@ -117,18 +119,14 @@ def trial(seed):
     parameters = [parameter(rng, generator) for _ in range(rng.randint(1, 5))]
     cut = rng.randint(0, len(parameters))
     groups = [{"params": part, **options(rng)} for part in (parameters[:cut], parameters[cut:]) if part]
-    wrapped = rng.random() < 0.5
 
     def new():
-        given = [{**group, "params": list(group["params"])} for group in groups]
-        if wrapped:
-            return NVFP4Optimizer(given, states="nvfp4", seed=seed, foreach=rng.choice([None, True, False]))
-        return NVFP4AdamW(given, seed=seed)
+        return NVFP4AdamW([{**group, "params": list(group["params"])} for group in groups], seed=seed)
 
     optimizer = new()
     for p in parameters:
         if isinstance(p, NVFP4Tensor) and p.numel():
-            coded_moments.make_headroom(p)  # as the first step would
+            make_headroom(p)  # as the first step would
     for _ in range(rng.randint(1, 6)):
         if rng.random() < 0.3:
             file = io.BytesIO()

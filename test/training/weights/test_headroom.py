@@ -10,7 +10,7 @@ from torch import nn
 
 from nvfp4_tensor import NVFP4Tensor
 from nvfp4_tensor.training import NVFP4AdamW, to_nvfp4_parameters
-from nvfp4_tensor.training.weights import coded_moments
+from nvfp4_tensor.training.weights.headroom import make_headroom
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def grow(net, optimizer):
 def test_headroom_keeps_the_values_and_lets_a_weight_grow_eightfold():
     net = small()
     before = net.weight.dequantize(torch.float32)
-    coded_moments.make_headroom(net.weight)
+    make_headroom(net.weight)
     assert torch.equal(net.weight.dequantize(torch.float32), before) and net.weight.scale.float().max() <= 56
     grow(net, NVFP4AdamW(net.parameters(), lr=before.abs().max().item() / 4, weight_decay=0.0))
     assert 6 < net.weight.dequantize().abs().max() / before.abs().max() < 16
@@ -39,7 +39,7 @@ def test_headroom_rounds_the_power_up():
     w = to_nvfp4_parameters(nn.Linear(32, 32, bias=False)).weight
     w.data.scale.copy_(w.scale.float().clamp(max=256))
     assert w.scale.float().max() == 256
-    coded_moments.make_headroom(w)
+    make_headroom(w)
     assert w.scale.float().max() == 32  # 64 could not grow eightfold
 
 

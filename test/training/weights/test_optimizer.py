@@ -9,7 +9,7 @@ from torch import nn
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, training
 from nvfp4_tensor.numerics.random_state import rng_state_of
-from nvfp4_tensor.training import NVFP4Optimizer, to_nvfp4_parameters, write_back
+from nvfp4_tensor.training import NVFP4AdamW, NVFP4Optimizer, to_nvfp4_parameters, write_back
 from nvfp4_tensor.training.weights import error_feedback
 
 pytestmark = pytest.mark.slow
@@ -222,6 +222,7 @@ def of(inner, named=False, **options):
         (of(torch.optim.AdamW, error_feedback="gradient"), "False or 'momentum'"),
         (of(torch.optim.AdamW, error_feedback="momentum", amsgrad=True), "without amsgrad"),
         (of(torch.optim.AdamW, seed=0.5), "seed is an integer"),
+        (of(torch.optim.AdamW, states="nvfp4"), r"no option states: NVFP4AdamW\(model.parameters\(\), lr=...\)"),
         (of(torch.optim.AdamW, lr=-1.0), "Invalid learning rate"),
         (hadamard, "layer.weight holds Hadamard"),
         (of(torch.optim.SGD, lr=0.1, error_feedback="momentum"), "momentum above 0"),
@@ -248,6 +249,8 @@ def test_an_invalid_group_is_not_added():
     optimizer = NVFP4Optimizer([net.weight], torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="momentum above 0"):
         optimizer.add_param_group({"params": [net.bias], "error_feedback": "momentum"})
+    with pytest.raises(TypeError, match="no option states"):
+        optimizer.add_param_group({"params": [net.bias], "states": "nvfp4"})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [net.bias]})
 
@@ -268,15 +271,37 @@ def test_to_nvfp4_parameters():
 
 
 @pytest.mark.gpu
-def test_capturing_a_step_raises():
+@pytest.mark.parametrize("optimizer", [NVFP4AdamW, NVFP4Optimizer])
+def test_capturing_a_step_raises(optimizer):
     net = model().cuda()
-    optimizer = NVFP4Optimizer([net.weight], torch.optim.SGD, lr=0.25)
-    net.weight.grad = torch.ones(40, 48, device="cuda")
+    optimizer = optimizer(net.parameters(), lr=0.25)
+    for p in net.parameters():
+        p.grad = torch.ones(p.shape, device="cuda")
     optimizer.step()
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="after each replay"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         optimizer.step()
-    assert optimizer.param_groups[0]["writes"] == 1
+    assert int(optimizer.state[net.weight]["step"]) == 1
+
+
+@pytest.mark.parametrize("optimizer", [NVFP4AdamW, NVFP4Optimizer])
+def test_a_compiled_step_steps(optimizer):
+    """A graph ends where the optimizer steps: Dynamo would lose what it makes of the state."""
+    nets = model(), model()
+    for net, compiled in zip(nets, (False, True), strict=True):
+        steps = optimizer(net.parameters(), lr=1e-2)
+
+        def once(net=net, steps=steps):
+            x, y = problem()
+            nn.functional.mse_loss(net(x), y).backward()
+            steps.step()
+            steps.zero_grad()
+
+        call = torch.compile(once, backend="eager") if compiled else once
+        for _ in range(3):
+            call()
+        assert int(steps.state[net.weight]["step"]) == 3
+    assert torch.equal(nets[0].weight.qdata, nets[1].weight.qdata)
 
 
 def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded():
