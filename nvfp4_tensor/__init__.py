@@ -10,7 +10,7 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from nvfp4_tensor._compat.pickles import _rebuild, keep_earlier_names  # noqa: F401  _rebuild is in pickles
+from nvfp4_tensor._compat.pickles import _rebuild  # noqa: F401  in pickles
 from nvfp4_tensor.info import info
 from nvfp4_tensor.numerics.choices import (
     Activations,
@@ -73,7 +73,6 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
 native.load()
-keep_earlier_names()
 
 
 def __getattr__(name: str) -> object:

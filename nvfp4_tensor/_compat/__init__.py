@@ -1,1 +1,1 @@
-"""Compatibility with other libraries and earlier files: torchao's import, names in pickles, caller frames."""
+"""Compatibility with other libraries: torchao's import, names in pickles, caller frames."""

@@ -323,22 +323,20 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
         fields |= {name: part.detach() for name, part in zip(self.tensor_data_names, stored[:3], strict=True)}
         fields |= {"scale": stored.scale.detach().view(torch.uint8), "columns": stored.columns}
         fields["activation_amax"] = None if amax is None else amax.detach()
-        view: tuple = ()
-        if self.window is not None:  # 0.1.0 can read tensors without it
+        view = None
+        if self.window is not None:
             fields["transposed"], (size, stride, offset) = False, self._geometry()
-            view = 0, (tuple(size), tuple(stride), offset, self.transposed)
-        return _rebuild, (fields, self.requires_grad, getattr(self, "_is_param", False), *view)
+            view = tuple(size), tuple(stride), offset, self.transposed
+        return _rebuild, (fields, self.requires_grad, getattr(self, "_is_param", False), view)
 
     @classmethod
     def _from_pickle(
-        cls, fields: dict, requires_grad: bool, is_parameter: bool, aliasing: int = 0, view: tuple | None = None
+        cls, fields: dict, requires_grad: bool, is_parameter: bool, view: tuple | None = None
     ) -> NVFP4Tensor:
         scale = fields.get("scale")
         if not isinstance(scale, Tensor) or scale.dtype != torch.uint8 or scale.dim() == 0:
             raise TypeError(f"the scale of a pickled NVFP4Tensor must be a uint8 tensor, got {scale!r}")
         t = cls(**{**fields, "scale": scale.view(torch.float8_e4m3fn)})
-        if aliasing:  # a slice of an earlier version, which shares storage without being a window
-            t = t.clone()
         if view is not None:
             *geometry, transposed = view
             t = view_of(t._stored(), (geometry[0], geometry[1], geometry[2]), transposed, t.__dict__)

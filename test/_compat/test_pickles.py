@@ -25,30 +25,21 @@ def assert_values(release, loaded, prefix=""):
         assert torch.equal(values.detach(), expected), name
 
 
-def read(path):
-    if path.suffix == ".pickle":
-        return pickle.loads(path.read_bytes())
-    return torch.load(path, weights_only=True)
-
-
 @pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
-@pytest.mark.parametrize("name", ["tensors.pt", "tensors.pickle"])
-def test_tensors_of_earlier_versions(release, name):
-    loaded = read(release / name)
-    assert len(loaded) == 12
-    assert_values(release, loaded)
-    assert loaded["stochastic_fp32"].spec == QuantizeSpec(round_mode="stochastic", random_bits=8)
-    w4a4 = loaded["w4a4"]
+def test_files_of_earlier_versions(release):
+    tensors = torch.load(release / "tensors.pt", weights_only=True)
+    for loaded in (tensors, pickle.loads((release / "tensors.pickle").read_bytes())):
+        assert len(loaded) == 13
+        assert_values(release, loaded)
+    assert tensors["stochastic_fp32"].spec == QuantizeSpec(round_mode="stochastic", random_bits=8)
+    w4a4 = tensors["w4a4"]
     assert w4a4.activation_amax == 2.5 and w4a4.product_backend is ProductBackend.FBGEMM
-    assert loaded["transposed"].transposed and isinstance(loaded["parameter"], torch.nn.Parameter)
-
-
-@pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.name)
-def test_models_of_earlier_versions(release):
+    assert tensors["transposed"].transposed and isinstance(tensors["parameter"], torch.nn.Parameter)
+    assert tensors["window"].window is not None
     state = torch.load(release / "state_dict.pt", weights_only=True)
-    assert_values(release, state, "state_dict/")
     model = torch.load(release / "model.pt", weights_only=False)
-    assert_values(release, model.state_dict(), "state_dict/")
+    for found in (state, model.state_dict()):
+        assert_values(release, found, "state_dict/")
     config = pickle.loads((release / "config.pickle").read_bytes())
     assert config == NVFP4Config(round_mode="stochastic", percentile=99.9, step="convert")
 
@@ -62,15 +53,7 @@ def test_a_fresh_interpreter_loads_them():
     )
     command = [sys.executable, "-c", code, str(RELEASES[0])]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert sorted(printed.splitlines()) == ["model.pt 2", "tensors.pt 12"]
-
-
-def test_names_of_earlier_modules_and_no_others():
-    earlier = sys.modules["nvfp4_tensor.format"]
-    assert earlier.ProductBackend is ProductBackend
-    for name in ("QuantizeSpec", "__path__"):
-        with pytest.raises(AttributeError, match=f"'nvfp4_tensor.format' has no attribute '{name}': use nvfp4_tensor"):
-            getattr(earlier, name)
+    assert sorted(printed.splitlines()) == ["model.pt 2", "tensors.pt 13"]
 
 
 @pytest.mark.parametrize("what", ["tensor", "config", "model"])
