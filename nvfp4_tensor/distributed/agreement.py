@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -47,12 +47,10 @@ def check_agreement(what: str, local: Mapping[str, object], group: dist.ProcessG
 
     ``what`` is the subject of the message, "the recipe" for instance.
     """
-    by_rank: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(by_rank, {name: str(value) for name, value in local.items()}, group)
     first = by_rank[0]
-    assert first is not None
     for rank, values in enumerate(by_rank):
-        assert values is not None
         for name in sorted({*first, *values}):
             expected, found = first.get(name, "missing"), values.get(name, "missing")
             if expected != found:

@@ -121,7 +121,7 @@ def seed_rounding(model: nn.Module, seed: int, step: int = 0) -> None:
         ValueError: if no linear of the model trains in NVFP4.
     """
     for name, linear in training_linears(model).items():
-        linear.rounding_state = rng_state_of("layer", seed, name, step, _device_of(linear))
+        linear.rounding_state = rng_state_of("layer", seed, name, step, linear.weight.device)
         linear.calls = 0
 
 
@@ -136,7 +136,3 @@ def set_step(model: nn.Module, step: int) -> None:
             raise RuntimeError(f"{name} has no seed: call distributed.seed_rounding(model, seed) once, before set_step")
         linear.rounding_state[1].fill_(step)
         linear.calls = 0
-
-
-def _device_of(linear: nn.Module) -> torch.device:
-    return next(linear.parameters()).device

@@ -94,9 +94,7 @@ def precompute_amaxes(model: nn.Module) -> None:
 def _axes_of(weight: DTensor) -> tuple[ShardedDim, ...]:
     """Return the dimensions of the mesh over which the weight is sharded."""
     mesh = weight.device_mesh
-    shared = [
-        dim for dim, placement in enumerate(weight.placements) if placement.is_shard() or not placement.is_replicate()
-    ]
+    shared = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     return tuple(
         ShardedDim(mesh.get_local_rank(dim), mesh.size(dim), (mesh.get_group(dim).group_name,)) for dim in shared
     )
@@ -186,7 +184,9 @@ class MasterShard(Tensor):
             for t in shards:
                 t._writes = args[0]._writes
         elif func is torch.ops.aten._to_copy.default:  # CPU offload calls it before each gather
-            shards[0]._copy_amax(args[0])
+            source = args[0]
+            if source.dtype == shards[0].dtype and source._amax is not None and source._amax[0] == source._state():
+                shards[0].keep_amax(source._amax[1])
         return shards if isinstance(result, tuple | list) else shards[0]
 
     def plain(self) -> Tensor:
@@ -201,8 +201,6 @@ class MasterShard(Tensor):
         copied = MasterShard(copy.deepcopy(self.plain(), memo))
         return copied if not isinstance(self, nn.Parameter) else nn.Parameter(copied, self.requires_grad)  # type: ignore[return-value]
 
-    # --- amax --------------------------------------------------------------------------------------------------------
-
     def own_amax(self) -> Tensor:
         """Return the amax of this shard, float32 0-d."""
         return torch.ops.nvfp4.amax(self.plain(), -1)
@@ -210,11 +208,6 @@ class MasterShard(Tensor):
     def keep_amax(self, amax: Tensor) -> None:
         """Cache the amax of the full weight until this shard changes."""
         self._amax = self._state(), amax
-
-    def _copy_amax(self, source: MasterShard) -> None:
-        """Cache the amax of the tensor of which this is a copy, if its amax is up to date."""
-        if source.dtype == self.dtype and source._amax is not None and source._amax[0] == source._state():
-            self.keep_amax(source._amax[1])
 
     def _state(self) -> tuple:
         """Return values that change when the shard is written to."""

@@ -1,16 +1,18 @@
 """Send the shards of an NVFP4Tensor through FSDP2's all-gather, and join what arrives.
 
 A shard is a range of rows. Codes are sent as they are stored, and so are block scales if the shard has a multiple of
-128 rows, which is a number of complete tiles. Otherwise the scales are sent in row order and swizzled on arrival.
+128 rows, which is a number of complete tiles. Otherwise the scales are sent in row order and swizzled on arrival. A
+shard is an NVFP4Tensor, whose class imports this module.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
 from nvfp4_tensor.numerics import layout
@@ -21,26 +23,6 @@ DIFFERENT_SCALES = (
     "w.copy_(distribute_tensor(quantize(full), w.device_mesh, w.placements)), or train in bfloat16 with "
     "enable_nvfp4_all_gather"
 )
-
-
-class Mesh(Protocol):
-    """The methods of a one-dimensional DeviceMesh that this module calls."""
-
-    def size(self) -> int: ...
-
-
-class ShardedNVFP4(Protocol):
-    """The attributes of an NVFP4Tensor that this module uses; that class imports this module."""
-
-    shape: torch.Size
-    qdata: Tensor
-    scale: Tensor
-    per_tensor_scale: Tensor
-    activation_amax: Tensor | None
-
-    def unswizzled_scale(self) -> Tensor: ...
-
-    def _replace(self, **changes: Any) -> Any: ...
 
 
 class GatherMetadata(NamedTuple):
@@ -55,7 +37,7 @@ class GatherMetadata(NamedTuple):
     """With one rank, all inputs after the first: FSDP2 then accepts only one, and nothing is sent."""
 
 
-def all_gather_inputs(shard: ShardedNVFP4, world: int) -> tuple[tuple[Tensor, ...], GatherMetadata]:
+def all_gather_inputs(shard: Any, world: int) -> tuple[tuple[Tensor, ...], GatherMetadata]:
     """Return the tensors of a shard to gather along their first dimension, and the metadata to join them.
 
     A single per-tensor scale is gathered too, which detects shards with different ones.
@@ -94,7 +76,7 @@ def swizzle_gathered(qdata: Tensor, scale: Tensor, metadata: GatherMetadata) -> 
 
 
 def pre_all_gather(
-    shard: ShardedNVFP4, mesh: Mesh, outer_size: torch.Size, module: nn.Module
+    shard: Any, mesh: DeviceMesh, outer_size: torch.Size, module: nn.Module
 ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
     """Implement FSDP2's hook of that name for a shard of a parameter of ``outer_size`` in ``module``.
 
@@ -113,7 +95,15 @@ def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: n
     Unsupported are uneven shards, shards of another dimension than the first, and resharding to a smaller group after
     the forward. The message suggests padding to a multiple of ``block_rows`` per rank.
     """
-    _check_reshard(world, module)
+    caller = caller_frame_locals("all_gather_inputs", "_fsdp_param.py")
+    after = getattr(caller["self"], "post_forward_mesh_info", None) if caller is not None else None
+    if (
+        after is not None and after.shard_mesh_size != world
+    ):  # before FSDP2 raises an AssertionError about its own lists
+        raise ValueError(
+            f"the NVFP4 weight of {module} would be resharded to groups of {after.shard_mesh_size} of {world} ranks "
+            "after the forward, which FSDP2 supports only for plain tensors: use reshard_after_forward=True or False"
+        )
     if outer_size[0] % world:
         padded = layout.ceil_to(outer_size[0], world * block_rows)
         raise ValueError(
@@ -128,19 +118,8 @@ def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: n
         )
 
 
-def _check_reshard(world: int, module: nn.Module) -> None:
-    """Raise a ValueError before FSDP2 would raise an AssertionError about its own lists, after the forward."""
-    caller = caller_frame_locals("all_gather_inputs", "_fsdp_param.py")
-    after = getattr(caller["self"], "post_forward_mesh_info", None) if caller is not None else None
-    if after is not None and after.shard_mesh_size != world:
-        raise ValueError(
-            f"the NVFP4 weight of {module} would be resharded to groups of {after.shard_mesh_size} of {world} ranks "
-            "after the forward, which FSDP2 supports only for plain tensors: use reshard_after_forward=True or False"
-        )
-
-
 def post_all_gather(
-    shard: ShardedNVFP4,
+    shard: Any,
     outputs: tuple[Tensor, ...],
     metadata: GatherMetadata,
     param_dtype: torch.dtype,
