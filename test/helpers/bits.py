@@ -3,6 +3,7 @@
 import torch
 
 from helpers import instruction_sets
+from nvfp4_tensor import NVFP4Tensor
 
 MODES = [
     {"round_mode": "rne"},
@@ -53,3 +54,11 @@ def equal_bits(actual, expected):
     """Whether tensors have the same bits, compared on their device."""
     pairs = zip(actual, expected, strict=True)
     return all(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in pairs)
+
+
+def stored_bits(*tensors):
+    """Return the bytes of tensors, uint8 (n,): of NVFP4 ones, those of codes and scales."""
+    parts = []
+    for t in tensors:
+        parts += [t.qdata, t.scale, t.per_tensor_scale] if isinstance(t, NVFP4Tensor) else [t.detach()]
+    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.bits import stored_bits
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nvfp4_tensor import NVFP4Tensor, model_size
@@ -33,14 +34,6 @@ def llama(**changes):
 
 def text():
     return torch.arange(4000) % 50
-
-
-def bits(model):
-    tensors = []
-    for p in model.parameters():
-        parts = (p.qdata, p.scale, p.per_tensor_scale) if isinstance(p, NVFP4Tensor) else (p.detach(),)
-        tensors += [part.reshape(-1).view(torch.uint8) for part in parts]
-    return torch.cat(tensors)
 
 
 @pytest.mark.parametrize("chunk", [7, 100])
@@ -88,7 +81,7 @@ def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(tmp_path, mo
         next(running)
     second.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
     assert second.step == 2 and list(train(second, tmp_path, 0)) == losses[2:]
-    assert torch.equal(bits(second.model), bits(whole.model))
+    assert torch.equal(stored_bits(*second.model.parameters()), stored_bits(*whole.model.parameters()))
 
 
 @pytest.mark.parametrize(

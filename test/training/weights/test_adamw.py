@@ -10,9 +10,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from helpers.bits import stored_bits
 from torch import nn
 
-from nvfp4_tensor import NVFP4Tensor, QuantizeSpec
+from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import optimizer_step
 from nvfp4_tensor.training import NVFP4AdamW, NVFP4Optimizer, to_nvfp4_parameters
 from nvfp4_tensor.training.weights import adamw
@@ -54,12 +55,7 @@ def train(net, optimizer, steps):
 
 
 def bits(net):
-    """Bytes of all parameters, codes and scales of NVFP4 ones."""
-    tensors = []
-    for p in net.parameters():
-        parts = (p.qdata, p.scale, p.per_tensor_scale) if isinstance(p, NVFP4Tensor) else (p.detach(),)
-        tensors += [part.reshape(-1).view(torch.uint8) for part in parts]
-    return torch.cat(tensors)
+    return stored_bits(*net.parameters())
 
 
 KINDS = ["codes", torch.bfloat16, torch.float32]

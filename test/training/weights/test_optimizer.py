@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from helpers.bits import stored_bits
 from torch import nn
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, training
@@ -83,15 +84,16 @@ def test_a_step_is_the_inner_step_written_back():
     nn.functional.mse_loss(net(x), y).backward()
     for ours, theirs in zip(net.parameters(), dense.parameters(), strict=True):
         theirs.grad = ours.grad.clone()
-    addresses = [part.data_ptr() for part in (net.weight.qdata, net.weight.scale, net.weight.per_tensor_scale)]
+    parts = net.weight.qdata, net.weight.scale, net.weight.per_tensor_scale
+    addresses = [part.data_ptr() for part in parts]
     old, version = net.weight.detach().clone(), net.weight._version
     optimizer.step()
     expected.step()
     update = dense.weight.detach() - old.dequantize()
     written = write_back(old, update, rng_state=rng_state_of("write back", 7, "0", 1, torch.device("cpu")))
-    assert torch.equal(net.weight.qdata, written.qdata) and torch.equal(net.weight.dequantize(), written.dequantize())
-    assert torch.equal(net.bias, dense.bias)
-    assert addresses == [part.data_ptr() for part in (net.weight.qdata, net.weight.scale, net.weight.per_tensor_scale)]
+    assert torch.equal(stored_bits(net.weight), stored_bits(written)) and torch.equal(net.bias, dense.bias)
+    parts = net.weight.qdata, net.weight.scale, net.weight.per_tensor_scale
+    assert addresses == [part.data_ptr() for part in parts]
     assert net.weight._version > version  # autograd notices
 
 
@@ -156,24 +158,12 @@ def test_every_optimizer_resumes_bit_for_bit(inner, dtype):
     (net, optimizer, _), (again, resumed, _) = whole, second
     assert optimizer.param_groups[0]["lr"] == resumed.param_groups[0]["lr"] < 0.03
     for p, q in zip(net.parameters(), again.parameters(), strict=True):
-        values = [(t.dequantize() if isinstance(t, NVFP4Tensor) else t) for t in (p, q)]
-        assert torch.equal(*values) and type(p) is type(q) and p.dtype == dtype
+        assert torch.equal(stored_bits(p), stored_bits(q)) and type(p) is type(q) and p.dtype == dtype
         assert optimizer.state[p].keys() == resumed.state[q].keys()
         for name, value in optimizer.state[p].items():
             other = resumed.state[q][name]
             assert value.dtype == other.dtype and torch.equal(value, other) and value.data_ptr() != other.data_ptr()
             assert not isinstance(p, NVFP4Tensor) or value.dtype == torch.float32
-
-
-def test_runs_depend_only_on_the_seed():
-    weights = []
-    for seed, noise in ((0, 1), (0, 2), (1, 1)):
-        net = model()
-        optimizer = adamw(net, seed=seed)
-        torch.manual_seed(noise)
-        train(net, optimizer, 3)
-        weights.append(net.weight.qdata.clone())
-    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
 def test_groups_closures_and_parameters_without_gradient():
@@ -201,9 +191,8 @@ def test_groups_closures_and_parameters_without_gradient():
     assert torch.equal(codes, net[1].weight.qdata)
 
 
-def hadamard():
-    weight = nn.Parameter(quantize(torch.randn(4, 32), QuantizeSpec(hadamard_sign=True)))
-    NVFP4Optimizer([("layer.weight", weight)], torch.optim.SGD, lr=0.1)
+def rotated():
+    return nn.Parameter(quantize(torch.randn(4, 32), QuantizeSpec(hadamard_sign=True)))
 
 
 def of(inner, named=False, **options):
@@ -224,7 +213,7 @@ def of(inner, named=False, **options):
         (of(torch.optim.AdamW, seed=0.5), "seed is an integer"),
         (of(torch.optim.AdamW, states="nvfp4"), r"no option states: NVFP4AdamW\(model.parameters\(\), lr=...\)"),
         (of(torch.optim.AdamW, lr=-1.0), "Invalid learning rate"),
-        (hadamard, "layer.weight holds Hadamard"),
+        (lambda: NVFP4Optimizer([("layer.weight", rotated())]), "layer.weight holds Hadamard"),
         (of(torch.optim.SGD, lr=0.1, error_feedback="momentum"), "momentum above 0"),
         (of(torch.optim.Adagrad, error_feedback="momentum"), "not Adagrad"),
     ],
@@ -247,10 +236,9 @@ def test_a_step_with_a_sparse_gradient_writes_nothing():
 def test_an_invalid_group_is_not_added():
     net = model()
     optimizer = NVFP4Optimizer([net.weight], torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match="momentum above 0"):
-        optimizer.add_param_group({"params": [net.bias], "error_feedback": "momentum"})
-    with pytest.raises(TypeError, match="no option states"):
-        optimizer.add_param_group({"params": [net.bias], "states": "nvfp4"})
+    for option, message in (({"error_feedback": "momentum"}, "momentum above 0"), ({"states": 4}, "no option states")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            optimizer.add_param_group({"params": [net.bias], **option})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [net.bias]})
 
@@ -309,20 +297,16 @@ def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded():
     optimizer = NVFP4Optimizer(net.parameters(), lr=1e-2)
     train(net, optimizer, 2)
     before = copy.deepcopy(optimizer.state_dict())
-    other = torch.optim.AdamW(nn.Linear(48, 40).parameters())
     with pytest.raises(ValueError, match="not an NVFP4Optimizer's"):
-        optimizer.load_state_dict(other.state_dict())
+        optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(48, 40).parameters()).state_dict())
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     assert torch.equal(after["state"][0]["exp_avg"], before["state"][0]["exp_avg"])
-    train(net, optimizer, 1)
 
 
 @pytest.mark.parametrize("lr, factor", [(0.2, 0.5), (0.05, 1.0)])
 def test_errors_in_the_momentum_shrink_where_the_rate_rises(lr, factor):
-    state = {}
-    group = {"lr": 0.1, "momentum": 0.5}
-    state["momentum_buffer"] = torch.zeros(2)
+    group, state = {"lr": 0.1, "momentum": 0.5}, {"momentum_buffer": torch.zeros(2)}
     error_feedback.add_error(state, torch.ones(2), group)
     assert torch.equal(state["momentum_buffer"], torch.full((2,), (1 - 1 / 0.5) / 0.1))
     error_feedback.shrink_momentum(state, {**group, "lr": lr})

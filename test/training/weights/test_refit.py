@@ -1,13 +1,12 @@
 """refit_: the bits of a fresh quantize at the old addresses, or an error and nothing changed."""
 
-import copy
-
 import pytest
 import torch
+from helpers.bits import stored_bits
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts
+from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.training import refit_
 
@@ -22,12 +21,8 @@ def server(config=None, dtype=torch.float32, device="cpu"):
     return model
 
 
-def parts(model):
-    """(address, bytes) of all that is stored."""
-    tensors = []
-    for p in [*model.parameters(), *model.buffers()]:
-        tensors += [p.qdata, p.scale, p.per_tensor_scale] if isinstance(p, NVFP4Tensor) else [p.detach()]
-    return [(t.data_ptr(), t.clone().reshape(-1).view(torch.uint8)) for t in tensors]
+def tensors(model):
+    return [*model.parameters(), *model.buffers()]
 
 
 @pytest.mark.parametrize(
@@ -40,15 +35,13 @@ def parts(model):
 )
 def test_equals_a_fresh_quantize_at_the_old_addresses(config, dtype, given, device):
     model, weights = server(config, dtype, device), trainer(given).state_dict()
-    before = parts(model)
+    addresses = [t.data_ptr() for t in tensors(model)]
     report = refit_(model, weights)
-    after = parts(model)
-    assert [address for address, _ in before] == [address for address, _ in after]
+    assert [t.data_ptr() for t in tensors(model)] == addresses
     for i in (0, 2):
         fresh = quantize(weights[f"{i}.weight"].to(device), config.weight)
         held = model[i].weight
-        assert torch.equal(held.qdata, fresh.qdata) and torch.equal(held.per_tensor_scale, fresh.per_tensor_scale)
-        assert torch.equal(held.scale.view(torch.uint8), fresh.scale.view(torch.uint8))
+        assert torch.equal(stored_bits(held), stored_bits(fresh))
         assert held.dtype == dtype and held.activation_spec == getattr(config, "activation", None)
     assert torch.equal(model[1].weight.cpu(), weights["1.weight"].to(dtype))
     assert (report.quantized, report.dense) == (2, 4 + 3)
@@ -56,13 +49,6 @@ def test_equals_a_fresh_quantize_at_the_old_addresses(config, dtype, given, devi
     assert report.seconds > 0 and "2 NVFP4 and 7 dense" in str(report)
     model.again = model[0]  # tied parameters need one name
     assert str(refit_(model, weights)).partition(" in ")[0] == str(report).partition(" in ")[0]
-
-
-def test_static_activation_scales_stay():
-    model = server(NVFP4Config())
-    model[0].weight.activation_amax = torch.tensor(3.5)
-    refit_(model, trainer().state_dict())
-    assert model[0].weight.activation_amax.item() == 3.5 and model[2].weight.activation_amax is None
 
 
 def test_stochastic_noise_is_a_function_of_seed_and_step():
@@ -78,34 +64,27 @@ def test_stochastic_noise_is_a_function_of_seed_and_step():
     assert model[0].weight.spec == QuantizeSpec()
 
 
-class Served(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(32, 80, bias=False)
-        self.out = nn.Linear(32, 16)
-
-
 def test_fused_weights_by_a_function():
     torch.manual_seed(0)
-    model = Served()
+    model = nn.ModuleDict({"qkv": nn.Linear(32, 80, bias=False), "out": nn.Linear(32, 16)})
     quantize_(model, NVFP4WeightOnlyConfig())
-    given = {"q": torch.randn(48, 32), "v": torch.randn(16, 32), "k": torch.randn(16, 32)}
+    qkv = {"q": torch.randn(48, 32), "v": torch.randn(16, 32), "k": torch.randn(16, 32)}
     rest = {"out.weight": torch.randn(16, 32), "out.bias": torch.randn(16), "rotary": torch.randn(3)}
 
     def name_map(name):
-        if name in given:
+        if name in qkv:
             return "qkv.weight", "qkv".index(name)
         return None if name == "rotary" else name
 
-    refit_(model, iter([*given.items(), *rest.items()]), name_map=name_map)
-    fresh = quantize(torch.cat([given["q"], given["k"], given["v"]]))
-    assert torch.equal(model.qkv.weight.qdata, fresh.qdata)
-    assert torch.equal(model.out.bias, rest["out.bias"])
-    before = parts(model)
-    del given["k"]
+    refit_(model, iter([*qkv.items(), *rest.items()]), name_map=name_map)
+    fresh = quantize(torch.cat([qkv["q"], qkv["k"], qkv["v"]]))
+    assert torch.equal(model["qkv"].weight.qdata, fresh.qdata)
+    assert torch.equal(model["out"].bias, rest["out.bias"])
+    before = stored_bits(*tensors(model))
+    del qkv["k"]
     with pytest.raises(KeyError, match="slices"):
-        refit_(model, {**given, **rest}, name_map=lambda n: ("qkv.weight", 2) if n == "v" else name_map(n))
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(before, parts(model), strict=True))
+        refit_(model, {**qkv, **rest}, name_map=lambda n: ("qkv.weight", 2) if n == "v" else name_map(n))
+    assert torch.equal(stored_bits(*tensors(model)), before)
 
 
 def test_experts_and_transposed_parameters():
@@ -120,58 +99,44 @@ def test_experts_and_transposed_parameters():
 
 
 def test_not_strict_writes_the_given_weights():
-    model = server()
-    old = model[2].weight.qdata.clone()
+    model = server(NVFP4Config())
+    model[0].weight.activation_amax = torch.tensor(3.5)
+    old = stored_bits(model[2].weight)
     report = refit_(model, {"0.weight": torch.randn(48, 72), "other": torch.randn(2)}, strict=False)
-    assert (report.quantized, report.dense) == (1, 0)
-    assert torch.equal(model[2].weight.qdata, old)
+    assert (report.quantized, report.dense) == (1, 0) and torch.equal(stored_bits(model[2].weight), old)
+    assert model[0].weight.activation_amax.item() == 3.5 and model[2].weight.activation_amax is None
 
 
-def changed(**changes):
-    def make():
-        weights = trainer().state_dict()
-        for name, value in changes.items():
-            weights[name.replace("_", ".", 1)] = value
-        return weights
-
-    return make
-
-
-def without(name):
-    def make():
-        weights = trainer().state_dict()
-        del weights[name]
-        return weights
-
-    return make
-
-
-def twice():
-    return [*trainer().state_dict().items(), ("2.bias", torch.zeros(24))]
+def given(*more, but=None):
+    return [(name, value) for name, value in trainer().state_dict().items() if name != but] + list(more)
 
 
 @pytest.mark.parametrize(
     "weights, options, error, message",
     [
-        (without("2.bias"), {}, KeyError, "missing: 2.bias"),
-        (changed(other=torch.zeros(3)), {}, KeyError, "unexpected: other"),
-        (changed(**{"2_weight": torch.zeros(48, 24)}), {}, ValueError, r"2.weight is \(24, 48\) .* and \(48, 24\)"),
-        (changed(**{"2_bias": torch.zeros(1)}), {}, ValueError, r"2.bias is \(24,\)"),
-        (changed(**{"2_weight": torch.zeros(24, 48, dtype=torch.int8)}), {}, TypeError, "not torch.int8"),
-        (changed(**{"2_weight": quantize(torch.zeros(24, 48))}), {}, TypeError, "dense tensor, not a NVFP4Tensor"),
-        (changed(**{"2_weight": 3.0}), {}, TypeError, "dense tensor, not a float"),
-        (twice, {}, KeyError, "given twice"),
+        (lambda: given(but="2.bias"), {}, KeyError, "missing: 2.bias"),
+        (lambda: given(("other", torch.zeros(3))), {}, KeyError, "unexpected: other"),
+        (lambda: given(("2.weight", torch.zeros(48, 24)), but="2.weight"), {}, ValueError, r"\(24, 48\) .* \(48, 24\)"),
+        (lambda: given(("2.bias", torch.zeros(1)), but="2.bias"), {}, ValueError, r"2.bias is \(24,\)"),
+        (lambda: given(("2.weight", torch.zeros(24, 48).char()), but="2.weight"), {}, TypeError, "not torch.int8"),
+        (
+            lambda: given(("2.weight", quantize(torch.zeros(24, 48))), but="2.weight"),
+            {},
+            TypeError,
+            "not a NVFP4Tensor",
+        ),
+        (lambda: given(("2.weight", 3.0), but="2.weight"), {}, TypeError, "dense tensor, not a float"),
+        (lambda: given(("2.bias", torch.zeros(24))), {}, KeyError, "given twice"),
         (lambda: torch.nn.Linear(2, 2), {}, TypeError, "pass the state_dict"),
-        (changed(), {"round_mode": "eden"}, ValueError, "EDEN"),
-        (changed(), {"round_mode": "bogus"}, ValueError, "bogus"),
+        (given, {"round_mode": "eden"}, ValueError, "EDEN"),
     ],
 )
 def test_errors_leave_the_model_unchanged(weights, options, error, message):
     model = server()
-    before = copy.deepcopy(parts(model))
+    before = stored_bits(*tensors(model))
     with pytest.raises(error, match=message):
         refit_(model, weights(), **options)
-    assert all(torch.equal(a[1], b[1]) for a, b in zip(before, parts(model), strict=True))
+    assert torch.equal(stored_bits(*tensors(model)), before)
 
 
 @pytest.mark.gpu

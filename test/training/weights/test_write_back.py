@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers.bits import stored_bits
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
 from nvfp4_tensor.numerics import layout, reference
@@ -44,6 +45,8 @@ def test_elements_without_an_update_do_not_change(spec, mode, dtype):
     """Quantizing again does change them, which is why write_back keeps the grid."""
     w, update = case(SPECS[spec], dtype)
     w = write_back(w, update, rng_state=rng(1))  # blocks of every kind: grown, shrunk, filled
+    tiles = w.unswizzled_scale().float()[:32].view(2, 16, -1)
+    assert bool((tiles == tiles[:, :1]).all()) == (spec == "16x16")
     for i in range(4):
         again = write_back(w, torch.zeros(SHAPE), round_mode=mode, rng_state=rng(i))
         assert torch.equal(values(again), values(w))
@@ -87,23 +90,9 @@ def test_the_mean_of_writes_is_the_updated_value(spec):
     assert largest < LIMIT and pooled < 4
 
 
-PLANTED = {
-    "nearest": lambda w, u, r: write_back(w, u, round_mode="rne"),
-    "largest elements clipped": lambda w, u, r: quantize(
-        values(w) + u, QuantizeSpec(round_mode="stochastic"), rng_state=r
-    ),
-    "a tenth of the update lost": lambda w, u, r: write_back(w, u * 0.9, rng_state=r),
-}
-
-
-@pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_bias_is_caught(fault):
-    largest, _ = bias_in_errors(*case(QuantizeSpec()), PLANTED[fault])
+def test_a_planted_bias_is_caught():
+    largest, _ = bias_in_errors(*case(QuantizeSpec()), lambda w, u, r: write_back(w, u * 0.9, rng_state=r))
     assert largest > 2 * LIMIT
-
-
-TINY_WRITES = 64
-TINY_SHAPE = 512, 512
 
 
 def means_where_one_element_dominates(largest, rows=20_000):
@@ -139,14 +128,14 @@ def test_updates_below_2_to_the_minus_16_of_a_step_keep_their_mean(direction, ce
     In 15 of 16 * 2^24 draws that is 60 or 120 moves, Poisson distributed: 6 standard deviations off by chance in one of
     10 million runs. With 16 bits there are 0 moves outward and 240 inward.
     """
-    codes = torch.tensor([6.0] + [0.5, -1.0, 1.5, -3.0, 1.0] * 3).repeat(TINY_SHAPE[0], TINY_SHAPE[1] // 16)
+    codes = torch.tensor([6.0] + [0.5, -1.0, 1.5, -3.0, 1.0] * 3).repeat(512, 32)
     w = quantize(codes)
     step = torch.where(codes.abs() == 3, 1.0, 0.5) * (codes.abs() < 6)
     update = direction * cells * 2**-16 * step * codes.sign()
     before, moves = values(w), 0
-    for i in range(TINY_WRITES):
+    for i in range(64):
         moves += (values(write_back(w, update, rng_state=rng(i, 5))) != before).sum().item()
-    expected = cells * 2**-16 * TINY_WRITES * (step > 0).sum().item()
+    expected = cells * 2**-16 * 64 * (step > 0).sum().item()
     assert abs(moves - expected) < 6 * expected**0.5
 
 
@@ -178,14 +167,6 @@ def test_updates_of_extreme_size(spec, mode):
     x[:, 16:], update[:, 16:] = 1e-4, 1e35
     large = write_back(quantize(x, SPECS[spec]), update, **options)
     assert torch.allclose(values(large)[:, 16:], update[:, 16:], rtol=0.4)
-
-
-def test_tiles_keep_one_scale():
-    w, update = case(QuantizeSpec(block_rows=16))
-    new = write_back(w, update, rng_state=rng(3))
-    scale = layout.unswizzle(new.scale, 33, 4).view(torch.uint8)
-    for start in (0, 16):
-        assert torch.equal(scale[start : start + 16], scale[start].expand(16, -1))
 
 
 def test_per_tensor_scale_follows_by_powers_of_two():
@@ -226,10 +207,8 @@ def test_the_same_bits_on_a_gpu(spec):
     results = []
     for device in ("cpu", "cuda"):
         w, update = case(SPECS[spec], device=device)
-        new = write_back(w, update, rng_state=rng(5, 6, device))
-        results.append([part.cpu().view(-1).view(torch.uint8) for part in (new.qdata, new.scale)])
-        results[-1].append(new.per_tensor_scale.cpu())
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        results.append(stored_bits(write_back(w, update, rng_state=rng(5, 6, device))).cpu())
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize(
@@ -246,11 +225,7 @@ def test_the_same_bits_on_a_gpu(spec):
 def test_errors(w, options, message):
     with pytest.raises(ValueError, match=message):
         write_back(w(), torch.zeros(4, 32), **{"rng_state": rng(1), **options})
-
-
-def test_empty():
-    w = quantize(torch.empty(0, 32))
-    assert isinstance(write_back(w, torch.empty(0, 32), rng_state=rng(1)), NVFP4Tensor)
+    assert isinstance(write_back(quantize(torch.empty(0, 32)), torch.empty(0, 32), rng_state=rng(1)), NVFP4Tensor)
 
 
 def test_a_scale_that_cannot_halve_exactly_stays():
