@@ -196,33 +196,7 @@ def test_unequal_shards_raise_before_they_are_sent(case):
         model(x)
 
 
-# --- accumulation, and several models --------------------------------------------------------------------------------
-
-
-def accumulated(codes):
-    """Gradients of three micro-batches, the last of which is reduced with the others."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = trained(seed=None)
-    if codes:
-        distributed.enable_nvfp4_all_gather(model)
-    shard(model, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(11 + dist.get_rank())
-    for _ in range(2):
-        optimizer.zero_grad()
-        for micro in range(3):
-            model.set_requires_gradient_sync(micro == 2)
-            model(torch.randn(32, WIDTH).bfloat16()).float().square().mean().backward()
-        optimizer.step()
-        if codes:
-            distributed.precompute_amaxes(model)
-    return [p.grad.full_tensor() for p in model.parameters()]
-
-
-@on_ranks(2, 3)
-def test_accumulation_with_gathered_codes():
-    """All bits are those of the dense gather."""
-    assert all(map(torch.equal, accumulated(False), accumulated(True)))
+# --- accumulation, and meshes of two dimensions ----------------------------------------------------------------------
 
 
 @on_ranks(3)
@@ -240,27 +214,6 @@ def test_accumulation_under_ddp():
     assert sent[:5] == [0] * 5 and sent[5] > 0
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert (q.grad - p.grad).norm() < 0.3 * p.grad.norm()
-
-
-@on_ranks(2)
-def test_two_models_at_once():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def make():
-        model = shard(distributed.enable_nvfp4_all_gather(trained()), mesh)
-        distributed.set_token_sharding(model, mesh)
-        return model
-
-    x = batch()[dist.get_rank()]
-    expected = step(make(), x.clone())
-    one, other = make(), make()
-    loss = sum(model(x).float().square().sum() / (4 * 96 * WIDTH) for model in (one, other))
-    loss.backward()
-    for model in (one, other):
-        assert all(torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), expected[2:], strict=True))
-
-
-# --- meshes of two dimensions ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.smoke

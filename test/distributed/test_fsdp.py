@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, on_ranks, run_ranks
+from helpers.bits import stored_bits
+from helpers.run_ranks import gathered_bytes, here, on_ranks, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -56,11 +57,6 @@ def batch(model, rows=6, dtype=torch.bfloat16):
     return torch.randn(rows, model[0].base.in_features, generator=torch.Generator().manual_seed(2)).to(here(), dtype)
 
 
-def same_codes(a, b):
-    pairs = [(getattr(a, name), getattr(b, name)) for name in a.tensor_data_names]
-    return all(torch.equal(p.view(-1).view(torch.uint8), q.view(-1).view(torch.uint8)) for p, q in pairs)
-
-
 # --- the step --------------------------------------------------------------------------------------------------------
 
 
@@ -83,7 +79,7 @@ def steps_are_those_of_one_rank(config, sizes, reshard, compiles=False):
     for name, p in model.named_parameters():
         full = p.full_tensor()
         assert torch.equal(full, trained[name]), name
-        assert not isinstance(full, NVFP4Tensor) or same_codes(full, trained[name])
+        assert not isinstance(full, NVFP4Tensor) or torch.equal(stored_bits(full), stored_bits(trained[name]))
 
 
 @on_ranks(2, cuda=True)
@@ -113,17 +109,9 @@ def test_bytes_sent():
 
     And the per-tensor scale, to be compared.
     """
-    sent, name = [], "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    real = getattr(dist, name)
-
-    def counted(output_tensor, input_tensor, **how):
-        sent.append(input_tensor.numel() * input_tensor.element_size())
-        return real(output_tensor, input_tensor, **how)
-
     linear = nn.Linear(256, 512, bias=False).bfloat16().requires_grad_(False).to(here())
     quantize_(linear, NVFP4WeightOnlyConfig())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, name, counted)
+    with gathered_bytes() as sent:
         fully_shard(linear)(torch.randn(2, 256).bfloat16().to(here()))
     assert sent == [512 // dist.get_world_size() * 256 * 9 // 16 + 4]
 
@@ -152,7 +140,7 @@ def test_experts_are_sharded_with_their_scales():
     fully_shard(experts)
     assert experts.w._local_tensor.per_tensor_scale.shape == (2, 1)
     experts.unshard()
-    assert same_codes(experts.w, whole)
+    assert torch.equal(stored_bits(experts.w), stored_bits(whole))
 
 
 # --- policies --------------------------------------------------------------------------------------------------------
@@ -208,7 +196,8 @@ def test_meta_device_and_state_dicts(how):
     set_model_state_dict(model, source.state_dict(), options=full)
     assert torch.equal(model(x), source(x))
     state = get_model_state_dict(model, options=full)
-    assert all(same_codes(state[f"{i}.base.weight"], source[i].base.weight) for i in (0, 2))
+    for i in (0, 2):
+        assert torch.equal(stored_bits(state[f"{i}.base.weight"]), stored_bits(source[i].base.weight))
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ The processes stay from one run to the next; each run has a process group of its
 end, that run fails, with the rank's traceback, and all processes are killed: the next run starts new ones.
 """
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -12,7 +13,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import connection, forkserver
 from typing import Any
@@ -186,3 +187,18 @@ def _module(path: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@contextlib.contextmanager
+def gathered_bytes() -> Iterator[list[int]]:
+    """Collect the bytes that this rank gives to each all-gather of FSDP2."""
+    sent: list[int] = []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    real = getattr(dist, name)
+
+    def counted(output_tensor: torch.Tensor, input_tensor: torch.Tensor, **how: Any) -> Any:
+        sent.append(input_tensor.numel() * input_tensor.element_size())
+        return real(output_tensor, input_tensor, **how)
+
+    with mock.patch.object(dist, name, counted):
+        yield sent
