@@ -28,12 +28,16 @@ def count_write(t: NVFP4Tensor) -> None:
     """Count a write to the codes of t, of which torch counts none below autograd, for optimizers that keep headroom."""
     qdata = t._stored().qdata
     if type(qdata) is Tensor and not qdata.is_meta:
-        storage = qdata.untyped_storage()
-        setattr(storage, _WRITES, writes_of(storage) + 1)
+        count_write_to(qdata.untyped_storage())
+
+
+def count_write_to(storage: torch.UntypedStorage) -> None:
+    """Count a write to a storage."""
+    setattr(storage, _WRITES, writes_of(storage) + 1)
 
 
 def writes_of(storage: torch.UntypedStorage) -> int:
-    """Return how often this library has written codes to the storage, which all views and aliases share."""
+    """Return how many writes to the storage, which all views and aliases share, were counted."""
     count: int = getattr(storage, _WRITES, 0)
     return count
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from nvfp4_tensor.dispatch.writes import count_write_to, writes_of
 from nvfp4_tensor.distributed.agreement import M, check_agreement
 from nvfp4_tensor.distributed.bits import axis_of
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -153,8 +154,6 @@ _OPS_THAT_KEEP_THE_CLASS = {
 class MasterShard(Tensor):
     """A weight, or a shard of one, that FSDP2 gathers as codes; otherwise, and in files, an ordinary dense tensor."""
 
-    _writes: list[int]
-    """The number of writes to this storage, shared by all views: local tensors of DTensors have no version counter."""
     _amax: tuple[tuple, Tensor] | None = None
     """(state, amax of the full weight)."""
     _codes: tuple[tuple, NVFP4Tensor] | None = None
@@ -162,9 +161,7 @@ class MasterShard(Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor) -> MasterShard:
-        self = torch.Tensor._make_subclass(cls, data)
-        self._writes = [0]
-        return self
+        return torch.Tensor._make_subclass(cls, data)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -180,10 +177,7 @@ class MasterShard(Tensor):
             if func._schema.name.removeprefix("aten::") not in _OPS_THAT_KEEP_THE_CLASS:
                 return result
             shards = [cls(t) for t in (result if isinstance(result, tuple | list) else [result])]
-        if func.is_view:
-            for t in shards:
-                t._writes = args[0]._writes
-        elif func is torch.ops.aten._to_copy.default:  # CPU offload calls it before each gather
+        if func is torch.ops.aten._to_copy.default:  # CPU offload calls it before each gather
             source = args[0]
             if source.dtype == shards[0].dtype and source._amax is not None and source._amax[0] == source._state():
                 shards[0].keep_amax(source._amax[1])
@@ -209,9 +203,14 @@ class MasterShard(Tensor):
         """Cache the amax of the full weight until this shard changes."""
         self._amax = self._state(), amax
 
+    @property
+    def _writes(self) -> int:
+        """The number of writes to this storage: local tensors of DTensors have no version counter."""
+        return writes_of(self.untyped_storage())
+
     def _state(self) -> tuple:
         """Return values that change when the shard is written to."""
-        return self._writes[0], self.data_ptr(), optimizer_steps()
+        return self._writes, self.data_ptr(), optimizer_steps()
 
     def _global_amax(self, axes: tuple[ShardedDim, ...]) -> Tensor:
         if self._amax is None or self._amax[0] != self._state():
@@ -297,5 +296,5 @@ def _count_writes(func: Op, args: Args, kwargs: Kwargs) -> None:
             written = args[i] if i < len(args) else kwargs.get(argument.name)
             for t in tree_leaves(written):
                 if isinstance(t, MasterShard):
-                    t._writes[0] += 1
+                    count_write_to(t.untyped_storage())
                     t._codes = None

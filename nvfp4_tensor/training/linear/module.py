@@ -224,7 +224,7 @@ class NVFP4TrainingLinear(nn.Linear):
 
     def _writes(self) -> int:
         """Return how often the shard was written to whose codes FSDP2 gathers."""
-        return getattr(getattr(self._parameters["weight"], "_local_tensor", None), "_writes", [0])[0]
+        return getattr(getattr(self._parameters["weight"], "_local_tensor", None), "_writes", 0)
 
     def _check_gathered(self) -> None:
         own = self.__dict__  # pruning makes the weight an attribute too
