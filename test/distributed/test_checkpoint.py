@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.bits import stored_bits
 from helpers.run_ranks import on_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,18 +37,13 @@ def make(seed):
     return model.requires_grad_(False)
 
 
-def bits(t):
-    t = t.clone()  # shards of unequal size join to a part of a larger tensor
-    return [getattr(t, name).cpu().reshape(-1).view(torch.uint8) for name in t.__tensor_flatten__()[0]]
-
-
 def assert_same(state, expected):
     for name, value in expected.items():
         found = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
         if hasattr(value, "qdata"):
             assert found.spec == value.spec and found.activation_spec == value.activation_spec, name
-            assert torch.equal(found.dequantize(), value.dequantize()), name
-            assert all(torch.equal(a, b) for a, b in zip(bits(found), bits(value), strict=True)), name
+            pair = [stored_bits(t.clone()) for t in (found, value)]  # unequal shards join to a part of a larger tensor
+            assert torch.equal(*pair), name
         else:
             assert torch.equal(found, value), name
 

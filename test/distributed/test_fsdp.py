@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, distributed, quantize_experts
-from nvfp4_tensor.training import NVFP4Optimizer, NVFP4TrainingConfig
+from nvfp4_tensor.training import NVFP4TrainingConfig
 
 pytestmark = pytest.mark.slow
 
@@ -201,22 +201,6 @@ def test_meta_device_and_state_dicts(how):
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_shards_of_different_scales_are_an_error():
-    """After a write into one rank's shard, as an optimizer that knows nothing of shards makes."""
-    linear, x = nn.Linear(64, 64, bias=False).bfloat16().requires_grad_(False), torch.randn(2, 64).bfloat16()
-    quantize_(linear, NVFP4WeightOnlyConfig())
-    fully_shard(linear)
-    linear(x)
-    linear.reshard()
-    if dist.get_rank() == 1:
-        linear.weight._local_tensor.mul_(3)
-    with pytest.raises(RuntimeError, match="different per-tensor scales"):
-        linear(x)
-    with pytest.raises(ValueError, match="is a shard of an NVFP4 weight"):
-        NVFP4Optimizer(linear.parameters(), lr=1.0)
 
 
 def shards_that_do_not_fit_raise(case, message):
