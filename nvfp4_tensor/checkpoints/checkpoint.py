@@ -11,6 +11,7 @@ import abc
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,6 +59,21 @@ class Entry:
     scales: tuple[int, ...] = ()
     shard: str | None = None
 
+    @property
+    def numbers(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size in bytes of the tensor in its dtype, before it is quantized."""
+        return self.numbers * self.dtype.itemsize
+
+    @property
+    def kind(self) -> str:
+        """Return "NVFP4", or the dtype of a dense tensor."""
+        return "NVFP4" if self.quantized else str(self.dtype).removeprefix("torch.")
+
     def meta(self) -> LinearParts:
         """Return the parts on the meta device, from which a writer computes the layout of a file."""
         *rows, columns = self.shape
@@ -70,6 +86,13 @@ class Entry:
             quantizes_activations=self.quantizes_activations,
             input_scale=empty(()) if self.has_input_scale else None,
         )
+
+
+def chunks_of(values: Tensor, rows: int = 0) -> Iterator[Tensor]:
+    """Yield chunks of a tensor, as :meth:`Checkpoint.chunks` does."""
+    if values.numel():
+        matrix = values.reshape(-1, values.shape[-1] if values.dim() else 1)
+        yield from matrix.split(rows or len(matrix))
 
 
 class Checkpoint(abc.ABC):
@@ -107,16 +130,14 @@ class Checkpoint(abc.ABC):
         """Read the per-tensor scale of a quantized weight, without its codes if the format stores them separately."""
         return self.linear(name).per_tensor_scale
 
-    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
-        """Read rows of a dense tensor with its leading dimensions flattened; the result may use the memory of
-        ``buffer``
-        (uint8)."""
-        values = self.dense(name)
-        return values.reshape(-1, values.shape[-1])[first:last]
+    def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
+        """Read a dense tensor of any size in chunks (rows, columns), in order, with its leading dimensions flattened.
 
-    def chunks(self, name: str) -> Iterator[Tensor]:
-        """Read a dense tensor of any size in flat contiguous chunks, in order, for writers that copy it."""
-        yield self.dense(name).contiguous().view(-1)
+        Args:
+            rows: the rows of a chunk; by default those of 32 MB, or all.
+            buffer: uint8 memory that the chunks may use. Each may overwrite the one before it.
+        """
+        yield from chunks_of(self.dense(name), rows)
 
     def write_auxiliary_files(self, folder: Path) -> None:  # noqa: B027  a model in memory has none
         """Write the tokenizer and other files of the model, except weights and configuration, to ``folder``."""

@@ -91,18 +91,16 @@ def compare(a: str | Path, b: str | Path, *, worst: int = 5, progress: bool = Tr
         names = [name for name in first.entries if name in second.entries]
         _check_comparable(first, second, names)
         bar = tqdm(names, desc="comparing", unit="tensor", disable=not progress)
-        tallies = [_tally(name, first, second, worst) for name in bar]
-        formats, only_in_a, only_in_b = (first.format, second.format), _missing(first, second), _missing(second, first)
-    quantized = [tally for tally in tallies if tally.kinds[0] != tally.kinds[1] or "NVFP4" in tally.kinds]
-    relative, snr = _ratio(sum(t.error for t in quantized), sum(t.signal for t in quantized))
-    blocks = heapq.nlargest(worst, (block for t in tallies for block in t.worst), key=lambda block: block.error)
-    return Comparison(
-        formats, tuple(tally.layer() for tally in tallies), relative, snr, tuple(blocks), only_in_a, only_in_b
-    )
-
-
-def _missing(one: Checkpoint, other: Checkpoint) -> tuple[str, ...]:
-    return tuple(name for name in one.entries if name not in other.entries)
+        found = [_compared(name, first, second, worst) for name in bar]
+        quantized = [sums for layer, sums in found if layer.quantized or layer.kinds[0] != layer.kinds[1]]
+        return Comparison(
+            (first.format, second.format),
+            tuple(layer for layer, _ in found),
+            *_ratio(sum(sums.error for sums in quantized), sum(sums.signal for sums in quantized)),
+            tuple(_largest(worst, [block for _, sums in found for block in sums.worst])),
+            tuple(name for name in first.entries if name not in second.entries),
+            tuple(name for name in second.entries if name not in first.entries),
+        )
 
 
 def _check_comparable(a: Checkpoint, b: Checkpoint, names: list[str]) -> None:
@@ -114,23 +112,15 @@ def _check_comparable(a: Checkpoint, b: Checkpoint, names: list[str]) -> None:
 
 
 @dataclasses.dataclass
-class _Tally:
-    """Sums over one tensor, in float64."""
+class _Sums:
+    """Sums over one tensor, in float64, and its worst blocks."""
 
-    name: str
-    shape: tuple[int, ...]
-    kinds: tuple[str, str]
-    bits: float
     error: float = 0.0
     signal: float = 0.0
     largest: float = 0.0
     clipped: int = 0
     bad: int = 0
     worst: list[Block] = dataclasses.field(default_factory=list)
-
-    def layer(self) -> Layer:
-        relative, snr = _ratio(self.error, self.signal)
-        return Layer(self.name, self.shape, self.kinds, self.bits, relative, snr, self.largest, self.clipped, self.bad)
 
 
 def _ratio(error: float, signal: float) -> tuple[float, float | None]:
@@ -140,42 +130,41 @@ def _ratio(error: float, signal: float) -> tuple[float, float | None]:
     return (math.sqrt(error / signal), 10 * math.log10(signal / error)) if signal else (math.inf, -math.inf)
 
 
-def _tally(name: str, a: Checkpoint, b: Checkpoint, worst: int) -> _Tally:
-    entry = b.entries[name]
-    kinds = tuple("NVFP4" if e.quantized else str(e.dtype).removeprefix("torch.") for e in (a.entries[name], entry))
+def _largest(count: int, blocks: list[Block]) -> list[Block]:
+    return heapq.nlargest(count, blocks, key=lambda block: block.error)
+
+
+def _compared(name: str, a: Checkpoint, b: Checkpoint, worst: int) -> tuple[Layer, _Sums]:
+    entry, kinds = b.entries[name], (a.entries[name].kind, b.entries[name].kind)
     parts = b.linear(name) if entry.quantized else None
-    bits = 8.0 * entry.dtype.itemsize if parts is None else parts.bits
-    tally = _Tally(name, entry.shape, (kinds[0], kinds[1]), bits)
+    sums, first = _Sums(), 0
     others = _rows(b, name) if parts is None else _decoded_rows(parts)
-    first = 0
     for (x, _), (y, limit) in zip(_rows(a, name), others, strict=True):
-        _add(tally, x, y, limit, first, worst)
+        bad = ~(x.isfinite() & y.isfinite())
+        if bad.any():
+            sums.bad += int(bad.sum())
+            x, y = x.masked_fill(bad, 0.0), y.masked_fill(bad, 0.0)
+        difference = y - x
+        sums.error += difference.square().sum(dtype=torch.float64).item()
+        sums.signal += x.square().sum(dtype=torch.float64).item()
+        sums.largest = max(sums.largest, difference.abs().amax().item())
+        if limit is not None:
+            sums.clipped += int((_blocks(x).abs() > limit.unsqueeze(-1)).sum())
+        if worst and sums.error and "NVFP4" in kinds:
+            sums.worst = _largest(worst, [*sums.worst, *_worst_blocks(name, x, difference, first, worst)])
         first += len(x)
-    return tally
+    bits, ratio = 8.0 * entry.dtype.itemsize if parts is None else parts.bits, _ratio(sums.error, sums.signal)
+    return Layer(name, entry.shape, kinds, bits, *ratio, sums.largest, sums.clipped, sums.bad), sums
 
 
-def _add(tally: _Tally, x: Tensor, y: Tensor, limit: Tensor | None, first: int, worst: int) -> None:
-    """Add rows of a and b, float32 (rows, columns), with the largest value of each block of b (rows, blocks)."""
-    bad = ~(x.isfinite() & y.isfinite())
-    if bad.any():
-        tally.bad += int(bad.sum())
-        x, y = x.masked_fill(bad, 0.0), y.masked_fill(bad, 0.0)
-    difference = y - x
-    tally.error += difference.square().sum(dtype=torch.float64).item()
-    tally.signal += x.square().sum(dtype=torch.float64).item()
-    tally.largest = max(tally.largest, difference.abs().amax().item() if difference.numel() else 0.0)
-    if limit is not None:
-        blocks = _blocks(x)
-        tally.clipped += int((blocks.abs() > limit.unsqueeze(-1)).sum())
-    if worst and tally.error and "NVFP4" in tally.kinds:
-        errors, sizes = _blocks(difference).norm(dim=-1), _blocks(x).norm(dim=-1)
-        top = errors.flatten().topk(min(worst, errors.numel()))
-        for error, index in zip(top.values.tolist(), top.indices.tolist(), strict=True):
-            row, block = divmod(index, errors.shape[1])
-            size = sizes[row, block].item()
-            relative = error / size if size else math.inf
-            tally.worst.append(Block(error, relative, tally.name, first + row, block * BLOCK))
-        tally.worst = heapq.nlargest(worst, tally.worst, key=lambda block: block.error)
+def _worst_blocks(name: str, x: Tensor, difference: Tensor, first: int, count: int) -> Iterator[Block]:
+    """Yield the blocks with the largest errors among some rows of a weight, from row ``first`` on."""
+    errors, sizes = _blocks(difference).norm(dim=-1), _blocks(x).norm(dim=-1)
+    top = errors.flatten().topk(min(count, errors.numel()))
+    for error, index in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+        row, block = divmod(index, errors.shape[1])
+        size = sizes[row, block].item()
+        yield Block(error, error / size if size else math.inf, name, first + row, block * BLOCK)
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -183,37 +172,28 @@ def _blocks(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
+def _step(columns: int) -> int:
+    return max(_ELEMENTS // columns, 1)
+
+
 def _rows(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield chunks of rows of a weight, float32 (rows, columns), with leading dimensions flattened."""
     entry = checkpoint.entries[name]
     if entry.quantized:
         yield from _decoded_rows(checkpoint.linear(name))
-        return
-    if len(entry.shape) < 2:
-        yield checkpoint.dense(name).float().reshape(1, -1), None
-        return
-    rows, step = math.prod(entry.shape[:-1]), _step(entry.shape[-1])
-    for first in range(0, rows, step):
-        yield checkpoint.rows(name, first, min(first + step, rows)).float(), None
+    elif entry.numbers:
+        for chunk in checkpoint.chunks(name, _step(entry.shape[-1] if entry.shape else 1)):
+            yield chunk.float(), None
 
 
 def _decoded_rows(parts: LinearParts) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield chunks of decoded rows of a quantized weight, with the largest value that each block can represent."""
-    rows = math.prod(parts.shape[:-1])
-    qdata, scale = parts.qdata.reshape(rows, -1), parts.scale.reshape(rows, -1)
-    per_row = parts.per_tensor_scale
-    if per_row.dim() == 2:  # one per expert
-        per_row = per_row.expand(parts.shape[0], rows // parts.shape[0]).reshape(-1)
+    qdata, scale, factors = parts.qdata.flatten(0, -2), parts.scale.flatten(0, -2), parts.per_tensor_scale
+    if factors.dim() == 2:  # one per expert
+        factors = factors.expand(parts.shape[:2]).reshape(-1)
     step = _step(parts.columns)
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        factor = per_row[first:last] if per_row.dim() else per_row
-        some = LinearParts(
-            qdata=qdata[first:last], scale=scale[first:last], per_tensor_scale=factor, columns=parts.columns
-        )
-        limit = E2M1_MAX * some.scale.float() * (factor.unsqueeze(-1) if factor.dim() else factor)
+    rows = zip(qdata.split(step), scale.split(step), factors.expand(len(qdata)).split(step), strict=True)
+    for codes, blocks, factor in rows:
+        some = LinearParts(qdata=codes, scale=blocks, per_tensor_scale=factor, columns=parts.columns)
+        limit = E2M1_MAX * blocks.float() * factor.unsqueeze(-1)
         yield tensor_of(some, torch.float32).dequantize(), limit
-
-
-def _step(columns: int) -> int:
-    return max(_ELEMENTS // max(columns, 1), 1)

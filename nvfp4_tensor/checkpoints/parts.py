@@ -62,6 +62,10 @@ class LinearParts:
         """Return a copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
 
+    def weight_only(self) -> LinearParts:
+        """Return a copy without the quantization of activations (W4A16)."""
+        return self.replace(quantizes_activations=False, input_scale=None, input_divisor=None, input_amax=None)
+
     def weight_divisor(self) -> Tensor:
         """Return the divisor for formats that store one: ``divisor`` if there is one, else 1 / per_tensor_scale."""
         return self.per_tensor_scale.reciprocal() if self.divisor is None else self.divisor
@@ -82,18 +86,8 @@ class LinearParts:
         return self.input_scale * LARGEST
 
 
-def parts_of(
-    weight: NVFP4Tensor,
-    *,
-    input_scale: Tensor | None = None,
-    divisor: Tensor | None = None,
-    input_divisor: Tensor | None = None,
-) -> LinearParts:
+def parts_of(weight: NVFP4Tensor) -> LinearParts:
     """Return the plain tensors of an NVFP4Tensor. :func:`tensor_of` is the exact inverse.
-
-    Args:
-        input_scale, divisor, input_divisor: float32 values that were read from a file with the tensor. Each is used
-            if it still matches the tensor, and ignored if the tensor has changed.
 
     Raises:
         ValueError: the tensor is transposed, or has Hadamard-transformed values, which no format supports.
@@ -105,24 +99,14 @@ def parts_of(
             f"a weight quantized with hadamard_sign {weight.spec.hadamard_sign:#06x} holds transformed values, which "
             "no checkpoint format supports: quantize without the transform, or save it with torch.save"
         )
-    if divisor is not None and not torch.equal(divisor.reciprocal(), weight.per_tensor_scale):
-        divisor = None
     amax = weight.activation_amax
-    if amax is None:
-        input_scale = None
-    elif input_scale is None or not torch.equal(input_scale * LARGEST, amax):
-        input_scale = amax / LARGEST
-    if input_scale is None or (input_divisor is not None and not torch.equal(input_divisor.reciprocal(), input_scale)):
-        input_divisor = None
     return LinearParts(
         qdata=weight.qdata,
         scale=weight.unswizzled_scale(),
         per_tensor_scale=weight.per_tensor_scale,
         columns=weight.columns,
         quantizes_activations=weight.activation_spec is not None,
-        input_scale=input_scale,
-        divisor=divisor,
-        input_divisor=input_divisor,
+        input_scale=None if amax is None else amax / LARGEST,
         input_amax=amax,
     )
 

@@ -42,10 +42,16 @@ def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"to_plain takes a state dict, model.state_dict(), not a {type(state_dict).__name__}")
     plain: dict[str, Any] = {}
     for name, value in state_dict.items():
+        plain[name] = value
         if isinstance(value, NVFP4Tensor):
-            plain.update(_plain(name, value))
-        else:
-            plain[name] = value
+            weight, keys = value.detach(), part_names(name)
+            settings = json.dumps(_settings(weight)).encode()
+            plain[name] = weight.qdata
+            plain[keys["scale"]] = weight.unswizzled_scale()
+            plain[keys["per_tensor_scale"]] = weight.per_tensor_scale
+            plain[keys["settings"]] = torch.frombuffer(bytearray(settings), dtype=torch.uint8)
+            if weight.activation_amax is not None:
+                plain[keys["input_amax"]] = weight.activation_amax
     return plain
 
 
@@ -55,7 +61,7 @@ def from_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: tensors of a weight are missing or do not match; the message has its name.
     """
-    weights = [name for name in state_dict if any(keys_of(name)[key] in state_dict for key in _SCALES)]
+    weights = {name for name in state_dict if any(keys_of(name)[key] in state_dict for key in _SCALES)}
     parts = {key for name in weights for key in part_names(name).values()}
     state = {}
     for name, value in state_dict.items():
@@ -74,21 +80,6 @@ def part_names(name: str) -> dict[str, str]:
     keys = keys_of(name)
     stem = keys["scale"].removesuffix("weight_scale")
     return {**keys, "settings": f"{stem}weight_settings", "input_amax": f"{stem}input_amax"}
-
-
-def _plain(name: str, weight: NVFP4Tensor) -> dict[str, Tensor]:
-    keys = part_names(name)
-    weight = weight.detach()
-    settings = json.dumps(_settings(weight)).encode()
-    plain = {
-        name: weight.qdata,
-        keys["scale"]: weight.unswizzled_scale(),
-        keys["per_tensor_scale"]: weight.per_tensor_scale,
-        keys["settings"]: torch.frombuffer(bytearray(settings), dtype=torch.uint8),
-    }
-    if weight.activation_amax is not None:
-        plain[keys["input_amax"]] = weight.activation_amax
-    return plain
 
 
 def _settings(weight: NVFP4Tensor) -> dict[str, Any]:
@@ -118,6 +109,7 @@ def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:
     if dtype not in HIGH_PRECISION_DTYPES:
         raise ValueError(f"dtype {dtype}")
     qdata, per_tensor_scale = state_dict[name], state_dict[keys["per_tensor_scale"]]
+    input_scale = None if input_scale is None else input_scale.reshape(())
     parts = LinearParts(
         qdata=qdata,
         scale=state_dict[keys["scale"]],
@@ -126,24 +118,22 @@ def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:
         quantizes_activations=activation_spec is not None,
     )
     if not settings:  # with settings, the weight is ours, and its scales may be NaN
-        check_scales(parts.replace(input_scale=None if input_scale is None else input_scale.reshape(())))
+        check_scales(parts.replace(input_scale=input_scale))
     elif not per_tensor_scale.is_meta and (per_tensor_scale < 0).any():
         raise ValueError("a negative per-tensor scale")
     spec = QuantizeSpec(**settings["spec"]) if "spec" in settings else None
     weight = tensor_of(parts, dtype, spec=spec, activation_spec=activation_spec)
-    amax = state_dict.get(keys["input_amax"])
+    amax = state_dict.get(keys["input_amax"], None if input_scale is None else input_scale * LARGEST)
     return weight._replace(
         per_tensor_scale=per_tensor_scale if "spec" in settings else weight.per_tensor_scale,
-        activation_amax=input_scale.reshape(()) * LARGEST if amax is None and input_scale is not None else amax,
+        activation_amax=amax,
         product_backend=ProductBackend[settings.get("product_backend", "AUTO")],
         transposed=bool(settings.get("transposed", False)),
     )
 
 
 def _read_settings(data: Tensor | None) -> dict[str, Any]:
-    if data is None:
-        return {}
-    settings = parse_json(bytes(data.cpu().tolist()))
+    settings = {} if data is None else parse_json(bytes(data.cpu().tolist()))
     if not isinstance(settings, dict):
         raise ValueError(f"settings {settings!r}")
     return settings

@@ -8,7 +8,7 @@ import math
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.model_families import LM_HEAD
-from nvfp4_tensor.quantization.model_plan import Kind, Matrix, ModelPlan, PlannedMatrix, plan_matrices
+from nvfp4_tensor.quantization.model_plan import Kind, Matrix, ModelPlan, plan_matrices
 from nvfp4_tensor.quantization.names import is_matched, is_stored_transposed, joined_with, some
 from nvfp4_tensor.tensor.arguments import stored_spec
 
@@ -138,7 +138,7 @@ class Quantized(View):
                 "the model in memory and torch.save its state_dict()"
             )
         self.plan = plan_folder(source, exclude, include, experts)
-        self.chosen = {name: _entry(source.entries[name], self.plan[name]) for name in self.plan.quantized}
+        self.chosen = {name: _entry(source.entries[name], self.plan[name].shape) for name in self.plan.quantized}
         model_type = source.config.get("model_type")
         if transposed := [name for name in self.chosen if is_stored_transposed(model_type, name)]:
             self.source = AsLinears(source, transposed)
@@ -167,45 +167,39 @@ class Quantized(View):
 
     def per_tensor_scale(self, name: str) -> Tensor:
         if len(self.entries[name].shape) == 3:
-            return self._experts(name).per_tensor_scale
+            return self.linear(name).per_tensor_scale
         amax = self._shared_amax(name)
         return torch.where(amax == 0, torch.ones((), dtype=torch.float32), amax / self.spec.largest_value)
 
     def linear(self, name: str) -> LinearParts:
-        entry = self.entries[name]
-        parts = self._experts(name) if len(entry.shape) == 3 else self._matrix(name)
+        """Quantize a weight (N, K), or experts one by one, bitwise equal to ``quantize`` and ``quantize_experts``.
+
+        Experts are stored as (E, K, N). A weight that is not kept is in memory some rows at a time.
+        """
+        entry, is_experts = self.entries[name], len(self.entries[name].shape) == 3
+        *leading, columns = entry.shape
+        qdata = torch.empty((*leading, columns // 2), dtype=torch.uint8)
+        scale = torch.empty((*leading, columns // BLOCK), dtype=torch.float8_e4m3fn)
+        amax = None if is_experts and name not in self._unscaled else self._shared_amax(name)
+        rng_state, factors, first, row = self._rng_state(name), [], 0, 0
+        for chunk in self._chunks(name):
+            x = chunk.mT.contiguous() if is_experts else chunk
+            own = torch.ops.nvfp4.amax(x) if amax is None else amax
+            codes, blocks, factor = torch.ops.nvfp4.quantize(x, own, rng_state, self.spec.pack(), row, 0, columns)
+            where = slice(first, first + len(x))
+            qdata.view(-1, columns // 2)[where] = codes
+            scale.view(-1, columns // BLOCK)[where] = layout.unswizzle(blocks, len(x), columns // BLOCK)
+            factors.append(factor)
+            first, row = first + len(x), row + layout.ceil_to(len(x), self.spec.block_rows)
         input_amax = torch.tensor(self._input_amax[name], dtype=torch.float32) if entry.has_input_scale else None
-        return parts.replace(
+        return LinearParts(
+            qdata=qdata,
+            scale=scale,
+            per_tensor_scale=torch.stack(factors).reshape(-1, 1) if is_experts else factors[0],
+            columns=columns,
             quantizes_activations=entry.quantizes_activations,
             input_scale=None if input_amax is None else input_amax / LARGEST,
             input_amax=input_amax,
-        )
-
-    def _matrix(self, name: str) -> LinearParts:
-        amax = self._shared_amax(name)
-        rows, columns = self.entries[name].shape
-        if name in self._kept:
-            qdata, scale, per_tensor_scale = self._quantized(name, 0, rows, amax)
-        else:
-            qdata, scale, per_tensor_scale = self._quantized_in_chunks(name, amax)
-        return LinearParts(qdata=qdata, scale=scale, per_tensor_scale=per_tensor_scale, columns=columns)
-
-    def _experts(self, name: str) -> LinearParts:
-        """Quantize experts that are stored as (E, K, N), one by one; bitwise equal to ``quantize_experts``."""
-        count, rows, columns = self.entries[name].shape
-        rng_state = self._rng_state(name)
-        parts = []
-        for expert in range(count):
-            x = self.source.rows(name, expert * columns, (expert + 1) * columns).mT.contiguous()
-            first = expert * layout.ceil_to(rows, self.spec.block_rows)
-            amax = self._shared_amax(name) if name in self._unscaled else torch.ops.nvfp4.amax(x)
-            parts.append(torch.ops.nvfp4.quantize(x, amax, rng_state, self.spec.pack(), first, 0, columns))
-        scales = [layout.unswizzle(scale, rows, columns // BLOCK).view(torch.uint8) for _, scale, _ in parts]
-        return LinearParts(
-            qdata=torch.stack([qdata for qdata, _, _ in parts]),
-            scale=torch.stack(scales).view(torch.float8_e4m3fn),
-            per_tensor_scale=torch.stack([factor for _, _, factor in parts]).reshape(count, 1),
-            columns=columns,
         )
 
     def _rng_state(self, name: str) -> Tensor | None:
@@ -213,30 +207,18 @@ class Quantized(View):
             torch.tensor([self.seed, zlib.crc32(name.encode())], dtype=torch.int64) if self.spec.is_stochastic else None
         )
 
-    def _quantized_in_chunks(self, name: str, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Quantize a weight as :meth:`_quantized` does, with some rows in memory at a time."""
-        rows, columns = self.entries[name].shape
-        qdata = torch.empty((rows, columns // 2), dtype=torch.uint8)
-        scale = torch.empty((rows, columns // BLOCK), dtype=torch.float8_e4m3fn)
-        step, factor = _rows_of_a_chunk(self.entries[name]), amax
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
-            qdata[first:last], scale[first:last], factor = self._quantized(name, first, last, amax)
-        return qdata, scale, factor
+    def _chunks(self, name: str) -> Iterable[Tensor]:
+        """Read a dense weight as a whole if it is kept, one expert at a time, or some full tiles of rows at a time.
 
-    def _quantized(self, name: str, first: int, last: int, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return codes, unswizzled block scales and per-tensor scale of some rows, bitwise equal to those of the
-        weight."""
-        columns = self.entries[name].shape[1]
-        x = self._kept[name][first:last] if name in self._kept else self._rows(name, first, last)
-        rng_state = self._rng_state(name)
-        qdata, scale, factor = torch.ops.nvfp4.quantize(x, amax, rng_state, self.spec.pack(), first, 0, columns)
-        return qdata, layout.unswizzle(scale, last - first, columns // BLOCK), factor
-
-    def _rows(self, name: str, first: int, last: int) -> Tensor:
-        """Read rows of a dense weight into the shared buffer; they are valid until the next call."""
-        self._grow((last - first) * _row_bytes(self.entries[name]))
-        return self.source.rows(name, first, last, self._buffer)
+        A chunk that is not kept is valid until the next one is read.
+        """
+        if name in self._kept:
+            return [self._kept[name]]
+        entry = self.entries[name]
+        row_bytes = entry.shape[1] * entry.dtype.itemsize  # of experts (E, N, K), which are stored as (E, K, N), too
+        rows = entry.shape[2] if len(entry.shape) == 3 else max(CHUNK // row_bytes // TILE_ROWS, 1) * TILE_ROWS
+        self._grow(rows * row_bytes)
+        return self.source.chunks(name, rows, self._buffer)
 
     def _grow(self, nbytes: int) -> None:
         """Enlarge the shared buffer. Allocating new memory for each weight would take as long as reading it."""
@@ -250,28 +232,21 @@ class Quantized(View):
         group = self.plan[name].group
         if group not in self._amax:
             self._keep(group)
-            self._amax = {group: torch.stack([self._own_amax(each) for each in group]).amax()}
+            every = [torch.ops.nvfp4.amax(chunk) for each in group for chunk in self._chunks(each)]
+            self._amax = {group: torch.stack(every).amax()}
         return self._amax[group]
 
     def _keep(self, group: tuple[str, ...]) -> None:
         """Read and keep the weights of a group, if they are small."""
         self._kept.clear()
-        entries = {name: self.entries[name] for name in group}
-        nbytes = sum(map(_nbytes, entries.values()))
-        if nbytes > KEPT_BYTES:
+        sizes = {name: self.entries[name].nbytes for name in group}
+        if sum(sizes.values()) > KEPT_BYTES:
             return
-        self._grow(nbytes)
+        self._grow(sum(sizes.values()))
         offset = 0
-        for name, entry in entries.items():
-            self._kept[name] = self.source.rows(name, 0, entry.shape[0], self._buffer[offset:])
-            offset += _nbytes(entry)
-
-    def _own_amax(self, name: str) -> Tensor:
-        if name in self._kept:
-            return torch.ops.nvfp4.amax(self._kept[name])
-        rows, step = self.entries[name].shape[0], _rows_of_a_chunk(self.entries[name])
-        chunks = (self._rows(name, first, min(first + step, rows)) for first in range(0, rows, step))
-        return torch.stack([torch.ops.nvfp4.amax(chunk) for chunk in chunks]).amax()
+        for name, nbytes in sizes.items():
+            (self._kept[name],) = self.source.chunks(name, self.entries[name].shape[0], self._buffer[offset:])
+            offset += nbytes
 
 
 def plan_folder(
@@ -355,20 +330,6 @@ def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source
     return {name: max(named[each] for each in joined_with(name, named)) for name in named}
 
 
-def _entry(entry: Entry, planned: PlannedMatrix) -> Entry:
+def _entry(entry: Entry, shape: tuple[int, ...]) -> Entry:
     """Return the entry of a chosen weight with the shape (N, K) or (E, N, K)."""
-    scales = (planned.shape[0], 1) if len(planned.shape) == 3 else ()
-    return dataclasses.replace(entry, shape=planned.shape, scales=scales)
-
-
-def _rows_of_a_chunk(entry: Entry) -> int:
-    """Return the rows per chunk, a multiple of 128, so that block scales are full tiles."""
-    return max(CHUNK // _row_bytes(entry) // TILE_ROWS, 1) * TILE_ROWS
-
-
-def _row_bytes(entry: Entry) -> int:
-    return entry.shape[1] * entry.dtype.itemsize
-
-
-def _nbytes(entry: Entry) -> int:
-    return entry.shape[0] * _row_bytes(entry)
+    return dataclasses.replace(entry, shape=shape, scales=(shape[0], 1) if len(shape) == 3 else ())

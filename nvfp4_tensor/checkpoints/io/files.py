@@ -35,13 +35,13 @@ class Files:
             ValueError: a file is not regular (a FIFO, a device), or is a link to a file outside of the folder.
         """
         self.folder = path if path.is_dir() else path.parent
+        found = [path]
         if path.is_dir():
             found = [file for file in sorted(path.iterdir()) if not file.is_dir() and _is_kept(file, _READ)]
-        else:
-            check_regular(path)
-            found = [path]
         for file in (*found, *others):
-            if os.path.lexists(file) and not file.is_dir() and file != path:
+            if file == path:
+                check_regular(file)
+            elif os.path.lexists(file) and not file.is_dir():
                 check_regular(file)
                 _check_inside(file, self.folder)
         self.stats = {file: file.stat() for file in dict.fromkeys((*found, *others)) if file.is_file()}
@@ -53,23 +53,16 @@ class Files:
 
         whole: subfolders that belong to the model with their weights.
         """
-        kept, left_out = [file for file in self.stats if file.parent == self.folder], []
+        kept, left_out = [file for file in self.stats if file.parent == self.folder], list[Path]()
         taken = {self.folder / name for name in whole}
         for each in sorted(self.folder.rglob("*")):
             parents = [self.folder / parent for parent in each.relative_to(self.folder).parents]
-            if (
-                each in self.stats
-                or any(parent.is_symlink() for parent in parents[:-1])
-                or _is_skipped(each, self.folder)
-            ):
+            is_behind_link = any(parent.is_symlink() for parent in parents[:-1])
+            is_folder = each.is_dir() and not each.is_symlink()
+            if each in self.stats or is_behind_link or is_folder or _is_skipped(each, self.folder):
                 continue
-            if each.is_dir() and not each.is_symlink():
-                continue
-            is_whole = not taken.isdisjoint(parents)
-            if each.is_file() and (is_whole or _is_kept(each)) and _is_inside(each, self.folder):
-                kept.append(each)
-            else:
-                left_out.append(each)
+            is_model = each.is_file() and (not taken.isdisjoint(parents) or _is_kept(each))
+            (kept if is_model and _is_inside(each, self.folder) else left_out).append(each)
         return kept, left_out
 
     def identity(self) -> list[Any]:
@@ -102,11 +95,6 @@ def _identity(stat: os.stat_result) -> list[int]:
     return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]  # a program can set mtime, but not ctime
 
 
-def _starts_with(file: Path, beginnings: tuple[bytes, ...]) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(max(map(len, beginnings))).startswith(beginnings)
-
-
 def _is_skipped(path: Path, folder: Path) -> bool:
     """Return whether a file, or a folder that it is in, is hidden, a cache, or unfinished."""
     return any(Path(part).match(pattern) for part in path.relative_to(folder).parts for pattern in _SKIPPED)
@@ -118,12 +106,22 @@ def _is_kept(file: Path, read: tuple[str, ...] = ()) -> bool:
         return False
     if any(map(file.match, _WEIGHTS)):
         return any(map(file.match, read))
-    return not (file.match("*.bin") and file.is_file() and _starts_with(file, _PICKLES))
+    if not file.match("*.bin") or not file.is_file():
+        return True
+    with file.open("rb") as opened:
+        return not opened.read(4).startswith(_PICKLES)
 
 
 def _is_inside(file: Path, folder: Path) -> bool:
-    target = file.resolve()
-    return any(target.is_relative_to(root) for root in _roots(folder.resolve()))
+    """Return whether a link leads to the folder itself, or to the repository of a model in a Hugging Face cache.
+
+    In the cache, ``models--<name>/snapshots/<revision>`` has links to ``models--<name>/blobs``.
+    """
+    roots = [folder.resolve()]
+    for parent in roots[0].parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            roots += [parent.parent, (parent.parent / "blobs").resolve()]
+    return any(file.resolve().is_relative_to(root) for root in roots)
 
 
 def _check_inside(file: Path, folder: Path) -> None:
@@ -133,15 +131,3 @@ def _check_inside(file: Path, folder: Path) -> None:
             f"{file} is a link to {file.resolve()}, outside of its folder: copy that file here, or pass the folder "
             "that it is in"
         )
-
-
-def _roots(folder: Path) -> list[Path]:
-    """Return the folders that links may lead to: the folder itself, and the repository of a model in a Hugging Face
-    cache.
-
-    In the cache, ``models--<name>/snapshots/<revision>`` has links to ``models--<name>/blobs``.
-    """
-    for parent in folder.parents:
-        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
-            return [folder, parent.parent, (parent.parent / "blobs").resolve()]
-    return [folder]

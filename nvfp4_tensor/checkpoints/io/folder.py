@@ -85,12 +85,8 @@ class FolderCheckpoint(Checkpoint):
     def dense(self, name: str) -> Tensor:
         return self.shards[self.stored_name(name)]
 
-    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
-        """Read rows of a dense tensor with its leading dimensions flattened, into ``buffer`` (uint8) if given."""
-        return self.shards.rows(self.stored_name(name), first, last, buffer)
-
-    def chunks(self, name: str) -> Iterator[Tensor]:
-        return self.shards.chunks(self.stored_name(name))
+    def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
+        return self.shards.chunks(self.stored_name(name), rows, buffer)
 
     def write_auxiliary_files(self, folder: Path) -> None:
         """Copy the other files of the folder and its subfolders, except those that this package writes."""
@@ -286,12 +282,12 @@ class SafetensorsFormat(Format):
         self, checkpoint: Checkpoint, plan: Plan, state: ResumableFolder,
         progress: bool,
     ) -> None:  # fmt: skip
-        total = sum(_source_bytes(entry) for entry in checkpoint.entries.values())
+        total = sum(entry.nbytes for entry in checkpoint.entries.values())
         bar = tqdm(total=total, desc=f"writing {state.path.name}", unit="B", unit_scale=True, disable=not progress)
         with bar:
             for file, names in plan.items():
                 if state.is_done(file):
-                    bar.update(sum(_source_bytes(checkpoint.entries[name]) for name in names))
+                    bar.update(sum(checkpoint.entries[name].nbytes for name in names))
                 else:
                     state.done(file, *self._write_shard(checkpoint, state.folder / file, names, bar))
 
@@ -315,7 +311,7 @@ class SafetensorsFormat(Format):
                 else:
                     for chunk in checkpoint.chunks(name):
                         shard.write(name, chunk)
-                bar.update(_source_bytes(entry))
+                bar.update(entry.nbytes)
             checkpoint.check_unchanged()
             shard.finish()
         return shard.nbytes, factors, with_nan
@@ -403,7 +399,3 @@ def check_writable(checkpoint: Checkpoint, format: str, *, rows: bool = False, p
         odd = [f"{name} {list(entry.shape)}" for name, entry in quantized.items() if entry.shape[-1] % 16]
         if odd:
             raise ValueError(f"{format} needs columns in multiples of 16: leave {some(odd)} dense")
-
-
-def _source_bytes(entry: Entry) -> int:
-    return torch.Size(entry.shape).numel() * entry.dtype.itemsize

@@ -86,16 +86,13 @@ def lost_factors(parts: LinearParts, *, stores_divisors: bool) -> dict[str, Any]
 
 
 def with_factors(parts: LinearParts, values: Mapping[str, Any]) -> LinearParts:
-    """Return the parts with the values of the sidecar that match the file."""
+    """Return the parts with the values of the sidecar, or of :class:`Origin`, that match the file or the model."""
     factors = {key: torch.tensor(value, dtype=torch.float32) for key, value in values.items()}
-    pairs = [("per_tensor_scale", "divisor"), ("input_scale", "input_divisor")]
-    for scale, divisor in pairs:
-        kept, stored = factors.get(scale), getattr(parts, divisor)
-        if kept is not None and stored is not None and torch.equal(kept.reciprocal(), stored):
-            parts = parts.replace(**{scale: kept})
-        kept, stored = factors.get(divisor), getattr(parts, scale)
-        if kept is not None and stored is not None and torch.equal(kept.reciprocal(), stored):
-            parts = parts.replace(**{divisor: kept})
+    for scale, divisor in (("per_tensor_scale", "divisor"), ("input_scale", "input_divisor")):
+        for value, inverse in ((scale, divisor), (divisor, scale)):
+            kept, stored = factors.get(value), getattr(parts, inverse)
+            if kept is not None and stored is not None and torch.equal(kept.reciprocal(), stored):
+                parts = parts.replace(**{value: kept})
     return parts.replace(input_amax=factors["input_amax"]) if "input_amax" in factors else parts
 
 

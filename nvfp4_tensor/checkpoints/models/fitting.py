@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
-from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.checkpoints.quantizing import plan_folder
-from nvfp4_tensor.checkpoints.wrappers import View, WithHead
+from nvfp4_tensor.checkpoints.wrappers import untied
 from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import GPTQConfig, NVFP4Config, NVFP4WeightOnlyConfig, ObservedLinear, gptq
@@ -176,29 +175,19 @@ def write_fitted(
     head: whether the model's output layer has its own weight, which the checkpoint's may not have.
     """
     with source:
-        fitted = Fitted(WithHead(source) if head else source, model)
+        fitted = Fitted(source, model, untied(source.config) if head else source.config)
         format_named(to).write(fitted, dst, progress=progress, **options)
 
 
-class Fitted(View):
-    """A checkpoint with the weights of a model that was made from it."""
+class Fitted(ModelCheckpoint):
+    """A model that was made from a checkpoint, with the other files of that checkpoint."""
 
-    def __init__(self, source: Checkpoint, model: nn.Module) -> None:
-        super().__init__(source)
-        self._model = ModelCheckpoint(model, {}, "requantize")
-        self.entries = self._model.entries
+    def __init__(self, source: Checkpoint, model: nn.Module, config: Mapping[str, Any]) -> None:
+        super().__init__(model, config, "requantize")
+        self.path, self.files, self._source = source.path, source.files, source
 
-    def linear(self, name: str) -> LinearParts:
-        return self._model.linear(name)
-
-    def dense(self, name: str) -> Tensor:
-        return self._model.dense(name)
-
-    def per_tensor_scale(self, name: str) -> Tensor:
-        return self._model.per_tensor_scale(name)
-
-    def chunks(self, name: str) -> Iterator[Tensor]:
-        return self._model.chunks(name)
+    def write_auxiliary_files(self, folder: Path) -> None:
+        self._source.write_auxiliary_files(folder)
 
     def identity(self) -> None:
         """None: an interrupted write starts again, because another run may fit other weights."""

@@ -8,13 +8,14 @@ result has one per-tensor scale per row if the scales differ. :class:`Origin` re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.architectures import JOINED_AS, MIXTRAL_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
+from nvfp4_tensor.checkpoints.io.sidecar import with_factors
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
 
 _KEPT = ("divisor", "input_scale", "input_divisor")
@@ -56,11 +57,10 @@ class Origin:
 
 def origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origin | None:
     """Return the origin of the parameter ``name`` of a model, or None if the checkpoint does not have it."""
-    mixtral = in_mixtral(name)
-    for each in (name, mixtral):
+    for each in (name, in_mixtral(name)):
         if each in entries:
             return Origin(((each,),))
-    groups = _groups(name, dimensions, entries) or list(_expert_groups(mixtral, entries, MIXTRAL_EXPERTS))
+    groups = _groups(name, dimensions, entries)
     if not groups:
         return None
     rows = tuple(entries[each].shape[0] for each in groups[0])
@@ -74,7 +74,7 @@ def in_mixtral(name: str) -> str:
 
 def _groups(name: str, dimensions: int, names: Container[str]) -> list[tuple[str, ...]]:
     if dimensions == 3:
-        return list(_expert_groups(name, names))
+        return _expert_groups(name, names) or _expert_groups(in_mixtral(name), names, MIXTRAL_EXPERTS)
     module, _, attribute = name.rpartition(".")
     prefix, _, last = module.rpartition(".")
     parts = JOINED_AS.get(last, ())
@@ -92,16 +92,12 @@ def expert_group(name: str, expert: int, called: Mapping[str, str] | None = None
     return tuple(f"{prefix}.{expert}.{called.get(part, part)}.weight" for part in JOINED_AS.get(last, ()))
 
 
-def _expert_groups(
-    name: str, names: Container[str], called: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, ...]]:
-    """Yield the group of each expert that the checkpoint has, from expert 0 on."""
-    expert = 0
-    while group := expert_group(name, expert, called):
-        if not all(each in names for each in group):
-            return
-        yield group
-        expert += 1
+def _expert_groups(name: str, names: Container[str], called: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
+    """Return the group of each expert that the checkpoint has, from expert 0 on."""
+    groups: list[tuple[str, ...]] = []
+    while (group := expert_group(name, len(groups), called)) and all(each in names for each in group):
+        groups.append(group)
+    return groups
 
 
 def shape_of(origin: Origin, entries: Mapping[str, Entry]) -> tuple[int, ...]:
@@ -130,20 +126,27 @@ def shape_of(origin: Origin, entries: Mapping[str, Entry]) -> tuple[int, ...]:
 
 def gather(origin: Origin, checkpoint: Checkpoint) -> tuple[LinearParts | Tensor, Origin]:
     """Read a parameter: its parts or a dense tensor, and the origin with the scales of the file."""
-    if not checkpoint.entries[origin.names[0]].quantized:
-        tensors = [[checkpoint.dense(name) for name in group] for group in origin.groups]
+    first, leading = origin.names[0], (len(origin.groups), -1) if origin.stacked else (-1,)
+    if not checkpoint.entries[first].quantized:
         if origin.is_whole:
-            return tensors[0][0], origin
-        joined = [torch.cat(group) for group in tensors]
-        return (torch.stack(joined) if origin.stacked else joined[0]), origin
-    factors: dict[str, Mapping[str, float]] = {}
-    groups = []
-    for group in origin.groups:
-        parts = [checkpoint.linear(name) for name in group]
-        factors.update((name, kept) for name, each in zip(group, parts, strict=True) if (kept := _kept(each)))
-        groups.append(parts[0] if origin.is_whole else _joined(parts))
-    parameter = _stacked(groups) if origin.stacked else groups[0]
-    return parameter, dataclasses.replace(origin, factors=factors)
+            return checkpoint.dense(first), origin
+        joined = torch.cat([checkpoint.dense(name) for name in origin.names])
+        return joined.view(*leading, *joined.shape[1:]), origin
+    parts = {name: checkpoint.linear(name) for name in origin.names}
+    origin = dataclasses.replace(origin, factors={name: kept for name, each in parts.items() if (kept := _kept(each))})
+    if origin.is_whole:
+        return parts[first], origin
+    blocks = torch.cat([each.scale.view(torch.uint8) for each in parts.values()]).view(torch.float8_e4m3fn)
+    qdata = torch.cat([each.qdata for each in parts.values()])
+    return parts[first].replace(
+        qdata=qdata.view(*leading, *qdata.shape[1:]),
+        scale=blocks.view(*leading, *blocks.shape[1:]),
+        per_tensor_scale=_joined_scale(origin, parts),
+        input_scale=_largest([each.input_scale for each in parts.values()]),
+        divisor=None,
+        input_divisor=None,
+        input_amax=_largest([each.input_amax for each in parts.values()]),
+    ), origin
 
 
 def _kept(parts: LinearParts) -> dict[str, float]:
@@ -151,42 +154,12 @@ def _kept(parts: LinearParts) -> dict[str, float]:
     return {name: value.item() for name, value in values.items() if value is not None and value.numel() == 1}
 
 
-def _joined(parts: Sequence[LinearParts]) -> LinearParts:
-    """Join along the rows. Activations are quantized with the largest of the input scales."""
-    scales = [each.per_tensor_scale for each in parts]
-    if not all(torch.equal(scales[0], scale) for scale in scales):
-        scales = [torch.cat([each.per_tensor_scale.expand(each.shape[0]) for each in parts])]
-    return parts[0].replace(
-        qdata=torch.cat([each.qdata for each in parts]),
-        scale=_cat_bytes([each.scale for each in parts]),
-        per_tensor_scale=scales[0],
-        input_scale=_largest([each.input_scale for each in parts]),
-        divisor=None,
-        input_divisor=None,
-        input_amax=_largest([each.input_amax for each in parts]),
-    )
-
-
-def _stacked(parts: Sequence[LinearParts]) -> LinearParts:
-    """Stack experts to (E, N, K), with one per-tensor scale per expert, or per row."""
-    scales = [each.per_tensor_scale for each in parts]
-    if any(scale.dim() for scale in scales):
-        per_tensor_scale = torch.cat([scale.expand(each.shape[0]) for scale, each in zip(scales, parts, strict=True)])
-    else:
-        per_tensor_scale = torch.stack(scales).unsqueeze(1)
-    return parts[0].replace(
-        qdata=torch.stack([each.qdata for each in parts]),
-        scale=_cat_bytes([each.scale for each in parts]).view(len(parts), *parts[0].scale.shape),
-        per_tensor_scale=per_tensor_scale,
-        input_scale=_largest([each.input_scale for each in parts]),
-        divisor=None,
-        input_divisor=None,
-        input_amax=_largest([each.input_amax for each in parts]),
-    )
-
-
-def _cat_bytes(scales: Sequence[Tensor]) -> Tensor:
-    return torch.cat([scale.view(torch.uint8) for scale in scales]).view(torch.float8_e4m3fn)
+def _joined_scale(origin: Origin, parts: Mapping[str, LinearParts]) -> Tensor:
+    """Return the per-tensor scale, or one per expert, if those of a group are equal; otherwise one per row."""
+    groups = [[parts[name].per_tensor_scale for name in group] for group in origin.groups]
+    if all(scale.dim() == 0 and torch.equal(scale, group[0]) for group in groups for scale in group):
+        return torch.stack([group[0] for group in groups]).unsqueeze(1) if origin.stacked else groups[0][0]
+    return torch.cat([each.per_tensor_scale.expand(each.shape[0]) for each in parts.values()])
 
 
 def _largest(scales: Sequence[Tensor | None]) -> Tensor | None:
@@ -201,54 +174,29 @@ def split(parts: LinearParts, origin: Origin) -> dict[str, LinearParts]:
     Raises:
         ValueError: rows of one tensor have different per-tensor scales.
     """
-    tensors = {origin.names[0]: parts} if origin.is_whole else dict(_split_rows(parts, origin))
-    return with_factors(tensors, origin.factors)
+    if origin.is_whole:
+        return _with_scales_of_file({origin.names[0]: parts}, origin.factors)
+    qdata, scale, factors = parts.qdata.flatten(0, -2), parts.scale.flatten(0, -2), parts.per_tensor_scale
+    if factors.dim() == 2:
+        factors = factors.expand(len(origin.groups), sum(origin.rows)).reshape(-1)
+    factors = factors.expand(len(qdata))
+    tensors, last = {}, 0
+    for name, count in zip(origin.names, origin.rows * len(origin.groups), strict=True):
+        first, last = last, last + count
+        if not (factors[first:last] == factors[first]).all():
+            raise ValueError(f"{name}: its rows have different per-tensor scales, which no format supports")
+        own = {"qdata": qdata[first:last], "scale": scale[first:last], "per_tensor_scale": factors[first].clone()}
+        tensors[name] = parts.replace(**own)
+    return _with_scales_of_file(tensors, origin.factors)
 
 
-def _split_rows(parts: LinearParts, origin: Origin) -> Iterator[tuple[str, LinearParts]]:
-    matrices = parts.qdata if origin.stacked else parts.qdata[None]
-    scales = parts.scale if origin.stacked else parts.scale[None]
-    rows = sum(origin.rows)
-    factors = parts.per_tensor_scale
-    factors = (factors if factors.dim() == 2 else factors.expand(len(matrices) * rows)).reshape(len(matrices), -1)
-    factors = factors.expand(len(matrices), rows)
-    for expert, group in enumerate(origin.groups):
-        first = 0
-        for name, count in zip(group, origin.rows, strict=True):
-            where = slice(first, first + count)
-            first += count
-            factor = factors[expert, where]
-            if not (factor == factor[0]).all():
-                raise ValueError(f"{name}: its rows have different per-tensor scales, which no format supports")
-            yield (
-                name,
-                parts.replace(
-                    qdata=matrices[expert, where], scale=scales[expert, where], per_tensor_scale=factor[0].clone()
-                ),
-            )
-
-
-def with_factors(
+def _with_scales_of_file(
     tensors: Mapping[str, LinearParts], factors: Mapping[str, Mapping[str, float]]
 ) -> dict[str, LinearParts]:
     """Return the parts of one parameter with the scales of the file, if they still match."""
-    kept = {
-        name: {key: torch.tensor(value, dtype=torch.float32) for key, value in values.items()}
-        for name, values in factors.items()
-    }
-    inputs = [kept.get(name, {}).get("input_scale") for name in tensors]
-    largest = _largest(inputs)
-    input_scale = next(iter(tensors.values())).input_scale
-    holds = largest is not None and input_scale is not None and input_scale in (largest, largest * LARGEST / LARGEST)
-    return {name: _with(parts, kept.get(name, {}), holds) for name, parts in tensors.items()}
-
-
-def _with(parts: LinearParts, kept: Mapping[str, Tensor], input_holds: bool) -> LinearParts:
-    divisor, input_divisor = kept.get("divisor"), kept.get("input_divisor")
-    if divisor is not None and torch.equal(divisor.reciprocal(), parts.per_tensor_scale):
-        parts = parts.replace(divisor=divisor)
-    if input_holds:
-        parts = parts.replace(input_scale=kept["input_scale"])
-        if input_divisor is not None and torch.equal(input_divisor.reciprocal(), kept["input_scale"]):
-            parts = parts.replace(input_divisor=input_divisor)
-    return parts
+    kept = {name: factors[name]["input_scale"] for name in tensors if "input_scale" in factors.get(name, {})}
+    inputs = {name: torch.tensor(value, dtype=torch.float32) for name, value in kept.items()}
+    largest, now = _largest([inputs.get(name) for name in tensors]), next(iter(tensors.values())).input_scale
+    if largest is not None and now is not None and now in (largest, largest * LARGEST / LARGEST):
+        tensors = {name: parts.replace(input_scale=inputs[name]) for name, parts in tensors.items()}
+    return {name: with_factors(parts, factors.get(name, {})) for name, parts in tensors.items()}

@@ -69,27 +69,15 @@ def save(
     if mismatched_scales not in ("requantize", "keep", "refuse"):
         raise ValueError(f"mismatched_scales: expected 'requantize', 'keep' or 'refuse', found {mismatched_scales!r}")
     target = format_named(format)
-    if isinstance(model, nn.Module):
-        _check_without_adapters(model)
     checkpoint: Checkpoint = ModelCheckpoint(model, config, mismatched_scales)
     target.write(WeightOnly(checkpoint) if weight_only else checkpoint, Path(path), progress=progress, **options)
-
-
-def _check_without_adapters(model: nn.Module) -> None:
-    """Raise a ValueError for a model with peft's adapters, whose parameters have names that no reader knows."""
-    for name, module in model.named_modules():
-        if hasattr(module, "base_layer") and hasattr(module, "active_adapters"):
-            raise ValueError(
-                f"{name} has adapters, which no reader of checkpoints knows: merge them with "
-                "training.merge_lora(model), or save model.unload() and, before it, model.save_pretrained(folder)"
-            )
 
 
 class ModelCheckpoint(Checkpoint):
     """A model, or a state dict, as a checkpoint that can be written."""
 
     format = "memory"
-    path = None
+    path: Path | None = None
 
     def __init__(
         self,
@@ -121,10 +109,8 @@ class ModelCheckpoint(Checkpoint):
     def _entries_of(self, name: str, tensor: Tensor) -> dict[str, Entry]:
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values: load or initialize the model first")
-        origin = self._origins.get(name, Origin(((name,),)))
+        origin = self._origin(name)
         if not isinstance(tensor, NVFP4Tensor):
-            if origin.is_whole:
-                return {origin.names[0]: Entry(shape=tuple(tensor.shape), dtype=tensor.dtype)}
             return {n: Entry(shape=tuple(p.shape), dtype=p.dtype) for n, p in _split_dense(tensor, origin).items()}
         try:
             split_parts = split(check_scales(parts_of(tensor)), origin)
@@ -142,6 +128,9 @@ class ModelCheckpoint(Checkpoint):
             for each, parts in split_parts.items()
         }
 
+    def _origin(self, parameter: str) -> Origin:
+        return self._origins.get(parameter, Origin(((parameter,),)))
+
     def names_by_parameter(self) -> dict[str, list[str]]:
         """Return the names in files of each parameter of the model: several for experts and for joined linears."""
         names: dict[str, list[str]] = {}
@@ -154,20 +143,13 @@ class ModelCheckpoint(Checkpoint):
         if self._last[0] != parameter:  # the tensors of one parameter are read one after the other
             weight = self._tensors[parameter]
             assert isinstance(weight, NVFP4Tensor)
-            origin = self._origins.get(parameter, Origin(((parameter,),)))
-            self._last = parameter, split(parts_of(weight.detach().cpu()), origin)
+            self._last = parameter, split(parts_of(weight.detach().cpu()), self._origin(parameter))
         parts = self._last[1][name]
         return self._requantized(name, parts) if name in self._shared else parts
 
     def dense(self, name: str) -> Tensor:
         parameter = self._parameter[name]
-        tensor = self._tensors[parameter].detach()
-        if parameter in self._origins and not self._origins[parameter].is_whole:
-            tensor = _split_dense(tensor, self._origins[parameter])[name]
-        return tensor.cpu()
-
-    def per_tensor_scale(self, name: str) -> Tensor:
-        return self.linear(name).per_tensor_scale
+        return _split_dense(self._tensors[parameter].detach(), self._origin(parameter))[name].cpu()
 
     def _share_scales(self, groups: list[tuple[str, ...]], mismatched_scales: MismatchedScales) -> None:
         """Give the linears of each group the largest of their per-tensor scales."""
@@ -211,8 +193,8 @@ def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
     if isinstance(model, nn.Module):
         if adapted := [name for name, module in model.named_modules() if hasattr(module, "base_layer")]:
             raise ValueError(
-                f"{some(adapted)} have adapters, which no format stores: call training.merge_lora(model) first, or "
-                "save the adapters alone with peft's save_pretrained"
+                f"{adapted[0]} has adapters, which no reader of checkpoints knows: merge them with "
+                "training.merge_lora(model), or save model.unload() and, before it, model.save_pretrained(folder)"
             )
         model = model.state_dict(keep_vars=True)
     seen: set[int] = set()
@@ -267,6 +249,8 @@ def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> 
 
 
 def _split_dense(tensor: Tensor, origin: Origin) -> dict[str, Tensor]:
+    if origin.is_whole:
+        return {origin.names[0]: tensor}
     matrices = tensor if origin.stacked else tensor[None]
     tensors: dict[str, Tensor] = {}
     for matrix, group in zip(matrices, origin.groups, strict=True):

@@ -88,22 +88,24 @@ def test_a_cache_of_the_hub(folder, subfolder):
         checkpoints.read(snapshot)
 
 
-# --- JSON ------------------------------------------------------------------------------------------------------------
+# --- the file beside the weights ---
+
+
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+RAGGED = [{"a": {"divisor": [[1.0], [2.0, 3.0]]}}, {"a": {"divisor": [1.0, "x"]}}]
 
 
 @pytest.mark.parametrize(
-    ("name", "depth"), [("config.json", 150), ("model.safetensors.index.json", 2000), ("nvfp4_tensor.json", 100_000)]
+    ("text", "message"),
+    [
+        (DEEP, "expected JSON, found JSON that is nested too deeply"),
+        *((json.dumps({"factors": factors}), "expected factors by tensor name") for factors in RAGGED),
+    ],
+    ids=["deep", "ragged", "text"],
 )
-def test_json_that_is_nested_deeply(folder, name, depth):
-    (folder / name).write_text('{"a":' * depth + "1" + "}" * depth)
-    with pytest.raises(ValueError, match=rf"{name}: expected JSON, found .*nested deeper than 100"):
-        checkpoints.read(folder, "modelopt")
-
-
-@pytest.mark.parametrize("factors", [{"a": {"divisor": [[1.0], [2.0, 3.0]]}}, {"a": {"divisor": [1.0, "x"]}}])
-def test_a_sidecar_that_is_ragged(folder, factors):
-    (folder / "nvfp4_tensor.json").write_text(json.dumps({"factors": factors}))
-    with pytest.raises(ValueError, match=r"src/nvfp4_tensor\.json: expected factors by tensor name"):
+def test_a_sidecar_that_is_not_one(folder, text, message):
+    (folder / "nvfp4_tensor.json").write_text(text)
+    with pytest.raises(ValueError, match=rf"src/nvfp4_tensor\.json: {message}"):
         checkpoints.read(folder)
 
 
@@ -168,7 +170,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path, monkeypatch, to, chang
     (tmp_path / "src/config.json").write_text(json.dumps(TINY))
     dst = tmp_path / {"modelopt": "dst", "comfy": "dst.safetensors", "gguf": "dst.gguf"}[to]
     options = {"tokenizer": None} if to == "gguf" else {}
-    at_call(monkeypatch, FolderCheckpoint, "rows", 8, lambda: change(tmp_path / "src" / name))
+    at_call(monkeypatch, FolderCheckpoint, "chunks", 8, lambda: change(tmp_path / "src" / name))
     with pytest.raises(ValueError, match=rf"{name} changed while it was read"):
         checkpoints.quantize(tmp_path / "src", dst, to=to, progress=False, **options)
     assert not dst.exists() and not dst.with_name(dst.name + ".tmp").exists()
@@ -192,7 +194,7 @@ def test_a_run_is_not_taken_up_with_another_source(tmp_path, monkeypatch):
     torch.manual_seed(0)
     write_dense(tmp_path / "src", dense_tensors(4), files=3)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        at_call(patch, FolderCheckpoint, "rows", 20, killed)
+        at_call(patch, FolderCheckpoint, "chunks", 20, killed)
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     assert (tmp_path / "dst.partial/model-00001-of-00003.safetensors").exists()
     for file in sorted((tmp_path / "src").glob("*.safetensors")):

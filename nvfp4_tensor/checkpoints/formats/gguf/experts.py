@@ -97,11 +97,8 @@ class SplitExperts(View):
         matrix = values[found.expert]
         return (matrix.T if matrix.dim() == 2 else matrix)[found.first :: found.step].contiguous()
 
-    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
-        return Checkpoint.rows(self, name, first, last, buffer)
-
-    def chunks(self, name: str) -> Iterator[Tensor]:
-        return Checkpoint.chunks(self, name)
+    def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
+        return Checkpoint.chunks(self, name, rows)
 
 
 class JoinedExperts(View):
@@ -168,11 +165,8 @@ class JoinedExperts(View):
         values = _interleaved([[self.source.dense(each) for each in group] for group in self._groups[name]])
         return values.transpose(1, 2).contiguous() if values.dim() == 3 else values
 
-    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
-        return Checkpoint.rows(self, name, first, last, buffer)
-
-    def chunks(self, name: str) -> Iterator[Tensor]:
-        return Checkpoint.chunks(self, name)
+    def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
+        return Checkpoint.chunks(self, name, rows)
 
 
 def _with_one_scale(name: str, group: list[LinearParts]) -> list[LinearParts]:

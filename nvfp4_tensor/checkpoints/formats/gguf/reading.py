@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, chunks_of
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import unpack_blocks, unpack_mxfp4
 from nvfp4_tensor.checkpoints.formats.gguf.families import LONG, SHORT, longrope_of
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
@@ -152,11 +152,11 @@ class GGUFCheckpoint(Checkpoint):
         order = self._order(name, len(values))
         return values if order is None else values[order.argsort()]
 
-    def rows(self, name: str, first: int, last: int, buffer: Tensor | None = None) -> Tensor:
-        """Read rows of a dense tensor. The last tensor is kept, because decoding it is slow."""
+    def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
+        """Read chunks of a dense tensor. The last tensor is kept, because decoding it is slow."""
         if self._last is None or self._last[0] != name:
             self._last = name, self.dense(name)
-        return self._last[1][first:last]
+        return chunks_of(self._last[1], rows)
 
     def _plain(self, gguf_name: str, expert: int | None = None) -> Tensor:
         from gguf import quants
