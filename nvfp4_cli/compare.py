@@ -65,7 +65,7 @@ def compare(
         if html is not None:
             from nvfp4_cli.report import write_comparison
 
-            write_comparison(html, a, b, found, text, quality)
+            write_comparison(html, a, b, found, HEAD, list(map(_cells, found.changed)), text, quality)
     if json_:
         of_text = None if quality is None else {"text": text, **plain(quality)}
         rows: dict[str, Any] = {"layers": [], "worst": []} if summary else {}
@@ -92,7 +92,7 @@ def _run_models(
 HEAD = ("tensor", "a / b", "bits of b", "error", "SNR dB", "largest", "clipped", "not finite")
 
 
-def cells(layer: Layer) -> tuple[str, ...]:
+def _cells(layer: Layer) -> tuple[str, ...]:
     """A row of the table."""
     snr = "identical" if layer.snr is None else f"{layer.snr:.2f}"
     errors = number(layer.relative), snr, number(layer.largest)
@@ -110,7 +110,7 @@ def _summary(found: Comparison) -> list[str]:
 
 
 def _rows(found: Comparison) -> list[str]:
-    lines = ["", table(HEAD, list(map(cells, found.changed)))] if found.changed else []
+    lines = ["", table(HEAD, list(map(_cells, found.changed)))] if found.changed else []
     if found.worst:
         lines += ["", "worst blocks (error, error over the block's norm):"]
         lines += [f"  {b.error:.4g}  {b.relative:.3f}  {b.name} [{b.row}, {b.column}:]" for b in found.worst]

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 LEAST_LENGTH = 512
 """The smallest cache length of a compiled model, in tokens."""
 
-_OPTIONS = (
+_generates = options.together(
     click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(1)),
     click.option(
         "--temperature", default=0.0, show_default=True, type=options.Finite(0), help="0 selects the most likely token."
@@ -35,13 +34,7 @@ _OPTIONS = (
     options.config_from,
     options.as_json,
 )  # fmt: skip
-
-
-def _generates(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that ``generate`` and ``chat`` share."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+"""The options that ``generate`` and ``chat`` share."""
 
 
 @click.command(short_help="Answer a prompt.")

@@ -42,7 +42,7 @@ def inspect(path: Path, every: bool, summary: bool, html: Path | None, progress:
         if html is not None:
             from nvfp4_cli.report import write_inspection
 
-            write_inspection(html, path, found, listed)
+            write_inspection(html, path, found, HEAD, list(map(_cells, listed)))
     rows = () if summary else listed
     show(as_json(path, found, rows) if json_ else as_text(path, found, rows), json_)
 
@@ -72,13 +72,13 @@ def as_text(path: Path, found: Inspection, listed: tuple[Weight, ...]) -> str:
             f"{total['blocks']:,} blocks, scales {low:g} to {high:g}: {total['clipped']:,} clipped (scale 448), "
             f"{total['zero']:,} zero, {total['nan']:,} NaN"
         )
-    return "\n".join([*lines, "", table(HEAD, list(map(cells, listed)))] if listed else lines)
+    return "\n".join([*lines, "", table(HEAD, list(map(_cells, listed)))] if listed else lines)
 
 
 HEAD = ("tensor", "shape", "kind", "bits", "per-tensor scale", "block scales", "clipped", "zero", "NaN")
 
 
-def cells(weight: Weight) -> tuple[str, ...]:
+def _cells(weight: Weight) -> tuple[str, ...]:
     """A row of the table."""
     first = weight.name, "x".join(map(str, weight.shape)), weight.kind, f"{weight.bits:.2f}"
     if weight.per_tensor_scale is None:

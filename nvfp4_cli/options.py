@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import sys
@@ -98,15 +99,26 @@ config_from = click.option(
     help="A checkpoint with the configuration and the tokenizer, if this one has none.",
 )  # fmt: skip
 
-_OF_FORMATS = (
+
+def together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Return a decorator that adds several options."""
+    return lambda command: functools.reduce(lambda done, option: option(done), reversed(options), command)
+
+
+of_format = together(
     click.option("--dense", type=click.Choice(DENSE_TYPES), help="GGUF: the type of dense matrices."),
     click.option(
-        "--shard-size", metavar="GB", type=Finite(0, 1e9, min_open=True),
+        "--shard-size", "shard_bytes", metavar="GB", type=Finite(0, 1e9, min_open=True),
+        callback=lambda context, parameter, size: None if size is None else int(size * 10**9),
         help="Folders: the size of a file, in gigabytes (10^9).",
     ),
-    click.option("--global-scale", is_flag=True, help="MLX: keep per-tensor scales, in tensors that mlx-lm ignores."),
     click.option(
-        "--lossy", is_flag=True, help="MLX, and GGUF of Qwen2: quantize weights again that cannot be stored exactly."
+        "--global-scale", is_flag=True, default=None,
+        help="MLX: keep per-tensor scales, in tensors that mlx-lm ignores.",
+    ),
+    click.option(
+        "--lossy", is_flag=True, default=None,
+        help="MLX, and GGUF of Qwen2: quantize weights again that cannot be stored exactly.",
     ),
     click.option(
         "--quantize-activations/--no-quantize-activations", default=None,
@@ -117,6 +129,7 @@ _OF_FORMATS = (
         help="GGUF: the folder of its tokenizer, by default that of SRC; none: token ids only.",
     ),
 )  # fmt: skip
+"""The options that only some formats have; :func:`take_options_of_format` reads them."""
 OPTIONS = {
     "dense": ("gguf",),
     "tokenizer": ("gguf",),
@@ -128,13 +141,6 @@ OPTIONS = {
 """The formats that have each option; a test asks the formats."""
 
 
-def of_format(command: F) -> F:
-    """Add the options that only some formats have; :func:`take_options_of_format` reads them."""
-    for option in reversed(_OF_FORMATS):
-        command = option(command)
-    return command
-
-
 def take_options_of_format(given: dict[str, Any], to: str, dst: Path) -> dict[str, Any]:
     """Check ``dst``, and remove from ``given`` the options of formats; return those that are set.
 
@@ -143,11 +149,7 @@ def take_options_of_format(given: dict[str, Any], to: str, dst: Path) -> dict[st
         UsageError: the format does not have one of the options.
     """
     _check_name(dst, to)
-    size = given.pop("shard_size")
-    found = {name: given.pop(name) for name in ("dense", "tokenizer", "quantize_activations")}
-    found |= {name: given.pop(name) or None for name in ("global_scale", "lossy")}
-    found["shard_bytes"] = None if size is None else int(size * 10**9)
-    found = {name: value for name, value in found.items() if value is not None}
+    found = {name: value for name in OPTIONS if (value := given.pop(name)) is not None}
     for name in found:
         if to not in OPTIONS[name]:
             option = "--shard-size" if name == "shard_bytes" else f"--{name.replace('_', '-')}"

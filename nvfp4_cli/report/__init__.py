@@ -11,11 +11,10 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup
 
 import nvfp4_tensor
-from nvfp4_cli import compare, inspect
 from nvfp4_cli.report.charts import Mark, bars, line
 from nvfp4_cli.results import megabytes, number, size_of
 from nvfp4_tensor.checkpoints.comparison import Comparison
-from nvfp4_tensor.checkpoints.inspection import CODES, SCALES, Inspection, Weight
+from nvfp4_tensor.checkpoints.inspection import CODES, SCALES, Inspection
 from nvfp4_tensor.testing.model_quality import Quality, by_gain
 
 _SUGGESTED = 5
@@ -45,8 +44,10 @@ class Section:
     code: str = ""
 
 
-def write_inspection(file: Path, path: Path, found: Inspection, listed: Sequence[Weight]) -> None:
-    """Write the report of ``nvfp4 inspect`` on a checkpoint; ``listed`` are the tensors of its table.
+def write_inspection(
+    file: Path, path: Path, found: Inspection, head: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """Write the report of ``nvfp4 inspect`` on a checkpoint, with its table.
 
     Raises:
         OSError: the file cannot be written.
@@ -64,7 +65,7 @@ def write_inspection(file: Path, path: Path, found: Inspection, listed: Sequence
     ]
     sections = _histograms(found) if found.quantized else []
     text = f"{_SORT} Clipped blocks have the scale 448, the largest there is."
-    sections.append(Section("Tensors", text, head=inspect.HEAD, rows=list(map(inspect.cells, listed))))
+    sections.append(Section("Tensors", text, head=head, rows=rows))
     if found.quantized:
         command = f"nvfp4 compare DENSE {shlex.quote(str(path))} --text TEXT --sweep 5 --html compare.html"
         sections.append(Section("Errors, and what to leave dense", _WITH_THE_ORIGINAL, code=command))
@@ -101,9 +102,10 @@ def _histograms(found: Inspection) -> list[Section]:
 
 
 def write_comparison(
-    file: Path, a: Path, b: Path, found: Comparison, text: Path | None, quality: Quality | None
-) -> None:
-    """Write the report of ``nvfp4 compare``; ``quality`` was measured on ``text``.
+    file: Path, a: Path, b: Path, found: Comparison, head: Sequence[str], rows: Sequence[Sequence[str]],
+    text: Path | None, quality: Quality | None,
+) -> None:  # fmt: skip
+    """Write the report of ``nvfp4 compare``, with its table; ``quality`` was measured on ``text``.
 
     Raises:
         OSError: the file cannot be written.
@@ -125,7 +127,7 @@ def write_comparison(
         sections += _of_text(text, quality)
     blocks = [(f"{b.name} [{b.row}, {b.column}:]", number(b.error), f"{b.relative:.3f}") for b in found.worst]
     sections += [
-        Section("Tensors", _SORT, head=compare.HEAD, rows=list(map(compare.cells, found.changed))),
+        Section("Tensors", _SORT, head=head, rows=rows),
         Section("Worst blocks", "16 neighbours each.", head=("block", "error", "over its norm"), rows=blocks),
     ]
     _write(file, f"{a.name} and {b.name}", f"a: {a}, b: {b}", facts, sections)
