@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from nvfp4_cli.demo.model import QUESTION, calibration_windows, evaluation_tokens, load_model, prompt_tokens
 from nvfp4_cli.demo.picture import draw_picture, means, sweep
-from nvfp4_cli.demo.table import RECIPES, WORK, Row, Work, continuations, head, is_quantized_layer, run_recipe
+from nvfp4_cli.demo.table import RECIPES, Row, continuations, head, is_quantized_layer, run_recipe
 from nvfp4_cli.results import size_of
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor._compat.torchao_import import quietly
@@ -62,34 +62,23 @@ def run(output: Path, device: str = "cpu") -> list[Row]:
 
 
 def measure_all(model: nn.Module, tokenizer: Any) -> list[Row]:
-    """Measure all recipes under one progress bar, and print each row above the bar as soon as it is known.
+    """Measure all recipes under a progress bar, and print each row above the bar as soon as it is known.
 
-    The bar counts work: see :class:`Work`. Output that is no terminal gets the rows alone.
+    Output that is no terminal gets the rows alone.
     """
     device = next(model.parameters()).device
     tokens = evaluation_tokens(tokenizer, TOKENS).to(device)
     prompt = prompt_tokens(tokenizer).to(device)
     calibration = [each.to(device) for each in calibration_windows(tokenizer, CALIBRATION, WINDOW)]
-    work = {name: WORK.get(name, Work()).of_row(TOKENS // WINDOW, NEW_TOKENS) for name in RECIPES}
     rows: list[Row] = []
-    form = "{desc}{percentage:3.0f}%|{bar}| {elapsed} elapsed, {remaining} left"
-    with tqdm(total=sum(work.values()), bar_format=form, smoothing=0, mininterval=0.5, miniters=0, disable=None) as bar:
-        for name in RECIPES:
+    with tqdm(RECIPES, unit="recipe", disable=None) as bar:
+        for name in bar:
             bar.set_description(name)
-            left = work[name]
-
-            def advance(amount: float) -> None:
-                nonlocal left
-                left -= amount
-                bar.update(amount)
-
             row = run_recipe(
                 name, model, tokens, prompt, tokenizer.decode,
-                window=WINDOW, new_tokens=NEW_TOKENS, end_token=tokenizer.eos_token_id, calibration=calibration,
-                advance=advance,
+                window=WINDOW, new_tokens=NEW_TOKENS, calibration=calibration,
             )  # fmt: skip
             rows.append(row)
-            bar.update(left)  # a continuation may end early
             bar.write(str(row))
             sys.stdout.flush()
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,23 +35,6 @@ RECIPES: dict[str, AOBaseConfig | GPTQConfig | None] = {
     "torchao, nearest": TorchaoWeightOnlyConfig(),
 }
 """The config of each row: of weights alone, except W4A4's. The second row and torchao's compute the same."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """The time of each part of a row, in windows of 1,024 tokens of bf16: SmolLM2-135M on two CPU cores."""
-
-    quantizing: float = 0.1
-    window: float = 1.0
-    token: float = 0.02
-    native: float = 0.4
-
-    def of_row(self, windows: int, tokens: int) -> float:
-        return self.quantizing + self.window * windows + self.token * tokens + self.native
-
-
-WORK = {"GPTQ, scale search": Work(quantizing=25.0), "torchao, nearest": Work(window=1.7, token=0.45, native=0.0)}
-"""GPTQ runs the model on its calibration text, and torchao decodes every weight for each window and token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,100 +94,55 @@ def is_quantized_layer(module: nn.Module, name: str) -> bool:
 
 
 def run_recipe(
-    name: str,
-    model: nn.Module,
-    tokens: Tensor,
-    prompt: Tensor,
-    decode: Callable[[Tensor], str],
-    *,
-    window: int,
-    new_tokens: int,
-    end_token: int | None = None,
-    calibration: Sequence[Tensor] = (),
-    advance: Callable[[float], object] = lambda work: None,
-) -> Row:
-    """Quantize a copy of the model by recipe ``name`` and measure it; ``advance`` is called with the work done."""
-    model, config, work = copy.deepcopy(model), RECIPES[name], WORK.get(name, Work())
+    name: str, model: nn.Module, tokens: Tensor, prompt: Tensor, decode: Callable[[Tensor], str], *, window: int,
+    new_tokens: int, calibration: Sequence[Tensor] = (),
+) -> Row:  # fmt: skip
+    """Quantize a copy of the model by recipe ``name`` and measure it."""
+    model, config = copy.deepcopy(model), RECIPES[name]
     start = time.perf_counter()
     if isinstance(config, GPTQConfig):
-        gptq(model, calibration, config, filter_fn=is_quantized_layer, progress=False)
+        gptq(model, calibration, config, filter_fn=is_quantized_layer, progress=sys.stderr.isatty())
     elif config is not None:
         torch.manual_seed(0)  # so that the stochastic row is the same in each run
         quantize_(model, config, filter_fn=is_quantized_layer)
     seconds = 0.0 if config is None else time.perf_counter() - start
-    advance(work.quantizing)
     size = model_size(model).total
-    loss = perplexity(model, tokens, window, lambda: advance(work.window))
-    times = [time.perf_counter()]
-
-    def tick() -> None:
-        times.append(time.perf_counter())
-        advance(work.token)
-
-    continuation = greedy(model, prompt, new_tokens, end_token, tick)
-    native = native_speed(model, prompt, new_tokens)
-    advance(work.native)
+    loss = perplexity(model, tokens, window)
+    continuation, rate = generate(model, prompt, new_tokens)
+    try:
+        natively = decode_natively(model)  # type: ignore[arg-type]
+        generate(natively, prompt, 2)  # warms up
+        native = generate(natively, prompt, new_tokens)[1]
+    except (TypeError, ValueError):  # it does not support the model's weights
+        native = None
     return Row(
         recipe=name,
         perplexity=loss,
         model_bytes=size,
         model_bits_per_weight=8 * size / sum(parameter.numel() for parameter in model.parameters()),
         linear_bits_per_weight=bits_per_weight(model, is_quantized_layer),
-        tokens_per_second=_rate(times[1:]),
+        tokens_per_second=rate,
         native_tokens_per_second=native,
         quantization_seconds=seconds,
         continuation=decode(continuation),
     )
 
 
-def native_speed(model: nn.Module, prompt: Tensor, count: int) -> float | None:
-    """Return tokens per second of ``generate`` after ``decode_natively``, or None if that refuses the model."""
-    try:
-        natively: Any = decode_natively(model)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
-
-    ticks = _Ticks()
-    for new_tokens in (2, count + 1):  # the first run warms up
-        ticks.times.clear()
-        natively.generate(prompt, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, streamer=ticks)
-    return _rate(ticks.times[1:])  # the first tick is the prompt's own
-
-
-class _Ticks:
-    """A streamer of transformers that keeps the time of each token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
+class _Ticks(list[float]):
+    """A streamer of transformers that keeps the time of each token; its first call has the prompt."""
 
     def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
+        self.append(time.perf_counter())
 
     def end(self) -> None:
         pass
 
 
-def _rate(times: Sequence[float]) -> float:
-    """Return the tokens per second that followed the first, 0 without any: its time is the prompt's."""
-    return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+def generate(model: Any, prompt: Tensor, count: int) -> tuple[Tensor, float]:
+    """Return the ``count`` most likely next tokens after prompt (1, length), int64 (count,), and tokens per second.
 
-
-@torch.no_grad()
-def greedy(
-    model: nn.Module, prompt: Tensor, count: int, end_token: int | None, tick: Callable[[], object] = lambda: None
-) -> Tensor:
-    """Return the ``count`` most likely next tokens after prompt (1, length), one at a time: int64 (at most count,).
-
-    Stops before ``end_token``. ``tick`` is called after each token.
+    The time until the first token is the prompt's, and not counted.
     """
-    from nvfp4_tensor.generation.cache_argument import cache_argument  # imports transformers
-
-    ids, cache, output, argument = prompt, None, [], cache_argument(model)
-    for _ in range(count):
-        result = model(ids, use_cache=True, **{argument: cache})
-        ids, cache = result.logits[:, -1:].argmax(dim=-1), getattr(result, argument)
-        tick()
-        if ids.item() == end_token:
-            break
-        output.append(ids.item())
-    return torch.tensor(output, dtype=torch.int64)
+    times = _Ticks()
+    ids = model.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, streamer=times)
+    return ids[0, prompt.shape[1] :], (len(times) - 2) / (times[-1] - times[1])

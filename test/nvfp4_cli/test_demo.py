@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.bigram import Bigram
 
 from nvfp4_cli.demo import model, picture, run, table
 from nvfp4_tensor import NVFP4Tensor, RoundingMode
@@ -13,41 +12,33 @@ from nvfp4_tensor.checkpoints.models.opening import open_model
 from nvfp4_tensor.testing.model_quality import perplexity
 
 
+@pytest.fixture(scope="module")
+def net(dense):
+    return open_model(dense)
+
+
 @pytest.mark.parametrize("name", table.RECIPES)
-def test_each_recipe_gives_a_row(name):
-    net, work = Bigram().bfloat16(), []
-    assert [name for name, module in net.named_modules() if table.is_quantized_layer(module, name)] == ["up"]
-    row = table.run_recipe(
-        name, net, torch.tensor([0, 1, 2, 3]), torch.tensor([[0]]), lambda ids: str(ids.tolist()),
-        window=4, new_tokens=3, end_token=3, calibration=[torch.tensor([[0, 1, 2, 3] * 8])], advance=work.append,
-    )  # fmt: skip
-    assert row.continuation == "[1, 2]" and row.perplexity == pytest.approx(8 / 5)
-    assert row.linear_bits_per_weight == 16 if name == "bf16" else row.linear_bits_per_weight < 16
-    assert row.quantization_seconds == 0 if name == "bf16" else row.quantization_seconds > 0
-    assert type(net.up.weight.data) is torch.Tensor  # the caller's model is untouched
-    assert row.tokens_per_second > 0 and row.native_tokens_per_second is None  # no model of transformers
-    assert sum(work) == pytest.approx(table.WORK.get(name, table.Work()).of_row(1, 3))
-
-
-@pytest.mark.slow
-def test_speeds_are_those_of_a_text(dense):
+def test_each_recipe_gives_a_row(name, net):
     tokens, prompt = torch.arange(64), torch.arange(8)[None]
-    row = table.run_recipe("nearest", open_model(dense), tokens, prompt, str, window=64, new_tokens=4)
-    assert row.tokens_per_second > 0 and row.native_tokens_per_second > 0
-
-
-def test_bits_are_of_the_whole_model_and_of_its_quantized_linears():
-    def bits(name):
-        row = table.run_recipe(name, net, torch.tensor([0, 1]), torch.tensor([[0]]), str, window=2, new_tokens=1)
-        return row.model_bits_per_weight, row.linear_bits_per_weight
-
-    net = Bigram().bfloat16()
-    net.up = torch.nn.Linear(16, 128, bias=False, dtype=torch.bfloat16)
-    net.lm_head = torch.nn.Linear(128, 4, bias=False, dtype=torch.bfloat16)
-    linear, others = 16 * 128, 4 * 16 + 4 * 128
-    assert bits("bf16") == (16, 16)
-    whole, own = bits("nearest")
-    assert 4.5 < own < 16 and whole == pytest.approx((own * linear + 16 * others) / (linear + others))
+    row = table.run_recipe(
+        name, net, tokens, prompt, lambda ids: ids.tolist(), window=32, new_tokens=3, calibration=[tokens[None]]
+    )
+    assert type(net.model.layers[0].mlp.up_proj.weight.data) is torch.Tensor  # the caller's model is untouched
+    linears = sum(
+        module.weight.numel() for name, module in net.named_modules() if table.is_quantized_layer(module, name)
+    )
+    others = sum(parameter.numel() for parameter in net.parameters()) - linears
+    own, whole = row.linear_bits_per_weight, row.model_bits_per_weight
+    buffers = 8 * sum(buffer.nbytes for buffer in net.buffers())
+    assert whole == pytest.approx((own * linears + 16 * others + buffers) / (linears + others))
+    if name == "bf16":
+        expected = net.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        assert row.continuation == expected[0, 8:].tolist()
+        assert row.perplexity == perplexity(net, tokens, 32) and (own, row.quantization_seconds) == (16, 0)
+    else:
+        assert 4.5 < own < 5 and row.quantization_seconds > 0  # scales are padded to tiles
+    weight_only = name in ("nearest", "stochastic", "four-over-six", "GPTQ, scale search")
+    assert row.tokens_per_second > 0 and (row.native_tokens_per_second is not None) == weight_only
 
 
 def test_rows_are_lines_of_one_aligned_table():
@@ -62,22 +53,17 @@ def test_rows_are_lines_of_one_aligned_table():
     assert table.continuations(rows).splitlines()[0].split("  ")[-1] == "'Paris'"
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """The demo's text and prompt, in tokens of :class:`Bigram`."""
-    monkeypatch.setattr(run, "evaluation_tokens", lambda tokenizer, count: torch.arange(count) % 4)
+def test_each_row_is_printed_before_the_next_is_measured(net, monkeypatch, capsys):
+    monkeypatch.setattr(run, "evaluation_tokens", lambda tokenizer, count: torch.arange(64))
     monkeypatch.setattr(run, "prompt_tokens", lambda tokenizer: torch.tensor([[0]]))
-    monkeypatch.setattr(run, "calibration_windows", lambda tokenizer, *sizes: [torch.tensor([[0, 1, 2, 3] * 8])])
-
-
-def test_each_row_is_printed_before_the_next_is_measured(small, capsys):
+    monkeypatch.setattr(run, "calibration_windows", lambda tokenizer, *sizes: [torch.arange(64)[None]])
     printed = []
 
     def decode(ids):
         printed.append(capsys.readouterr().out)
         return ""
 
-    rows = run.measure_all(Bigram().bfloat16(), SimpleNamespace(decode=decode, eos_token_id=3))
+    rows = run.measure_all(net, SimpleNamespace(decode=decode))
     assert [row.recipe for row in rows] == list(table.RECIPES)
     assert printed == ["", *(f"{row}\n" for row in rows[:-1])]
     assert capsys.readouterr() == (f"{rows[-1]}\n", "")  # no bar where there is no terminal
