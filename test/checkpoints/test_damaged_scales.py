@@ -1,7 +1,6 @@
 """An invalid scale in a file raises an error with the file and the tensor, or is decoded as stored."""
 
 import random
-import re
 import shutil
 
 import numpy as np
@@ -98,6 +97,7 @@ def is_right(format, path):
     except ValueError as error:
         assert path.name in str(error) and ("q_proj" in str(error) or "attn_q" in str(error)), error
         return False
+    assert 0 <= parts.per_tensor_scale < float("inf")
     got = tensor_of(parts, torch.float32).dequantize().double()
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.allclose(got, want.float().double(), rtol=1e-6, atol=0, equal_nan=True)
@@ -121,29 +121,19 @@ def test_random_scales(sources, tmp_path, format, request):
     assert 2 < sum(right) < 28
 
 
-@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "comfy", "mlx"])
-def test_scales_that_cannot_be(sources, tmp_path, format):
-    """A weight of zeros may have a factor of zero, as ModelOpt and torchao write it."""
-
-    def changed(change):
-        shutil.rmtree(tmp_path / "x", ignore_errors=True)
-        edit(shutil.copytree(sources / format, tmp_path / "x"), change)
-        return tmp_path / ("x/model.safetensors" if format == "comfy" else "x")
-
-    for kind, key in zip((FACTOR, INPUT), KEYS[format], strict=False):
-        for value in (-1.0, 0.0, float("inf"), float("nan")) if key else ():
-            path = changed(lambda tensors, key=key, value=value: tensors[key].fill_(value))
-            message = rf"model\.safetensors: tensor {WEIGHT}: expected an? {kind}"
-            with pytest.raises(ValueError, match=message), checkpoints.read(path) as read:
-                read.linear(WEIGHT)
-    with pytest.raises(ValueError, match=rf"tensor {WEIGHT}: expected an? "):
+@pytest.mark.parametrize("format", ["modelopt", "torchao", "comfy", "mlx"])
+def test_a_weight_of_zeros_may_have_a_factor_of_zero(sources, tmp_path, format):
+    """As ModelOpt and torchao write it; with other codes it is refused, and nothing is written."""
+    folder, codes = shutil.copytree(sources / format, tmp_path / "x"), WEIGHT
+    path = folder / "model.safetensors" if format == "comfy" else folder
+    edit(folder, lambda tensors: tensors[KEYS[format][0]].fill_(0))
+    with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {WEIGHT}: expected a {FACTOR} above zero"):
         checkpoints.convert(path, tmp_path / "out", to="modelopt", progress=False)
     assert not (tmp_path / "out").exists()
-    if format != "compressed-tensors":  # which has divisors
-        codes = f"{STEM}._weight_qdata" if format == "torchao" else WEIGHT
-        path = changed(lambda t: (t[KEYS[format][0]].fill_(0), t[codes].view(torch.uint8).fill_(0x88)))
-        with checkpoints.read(path) as read:
-            assert not tensor_of(read.linear(WEIGHT)).dequantize().any()
+    codes = f"{STEM}._weight_qdata" if format == "torchao" else WEIGHT
+    edit(folder, lambda tensors: tensors[codes].view(torch.uint8).fill_(0x88))
+    with checkpoints.read(path) as read:
+        assert not tensor_of(read.linear(WEIGHT)).dequantize().any()
 
 
 def test_comfy_names_weights_without_input_scale(sources, tmp_path):
@@ -151,9 +141,6 @@ def test_comfy_names_weights_without_input_scale(sources, tmp_path):
     folder = shutil.copytree(sources / "comfy", tmp_path / "x")
     edit(folder, lambda tensors: tensors.pop(f"{STEM}.input_scale"))
     with pytest.warns(UserWarning, match=rf"model\.safetensors: {WEIGHT} have no input scale, but other weights do"):
-        checkpoints.read(folder / "model.safetensors")
-    edit(folder, lambda tensors: tensors.pop(f"{STEM}.weight_scale_2"))
-    with pytest.raises(ValueError, match=r"weight_scale_2 \(float32 \[\]\) is missing"):
         checkpoints.read(folder / "model.safetensors")
 
 
@@ -188,7 +175,7 @@ def test_scales_of_a_model_are_checked_when_it_is_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("amax", [1e39, 1e-45, -1.0, float("nan")])
+@pytest.mark.parametrize("amax", [1e39, 1e-45, 0.0, -1.0, float("nan")])
 def test_input_amax_that_float32_does_not_hold(tmp_path, amax):
     save_file({"up_proj.weight": torch.randn(32, 64)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="finite number above zero in float32"):
@@ -213,7 +200,6 @@ def with_offset(path, name, offset):
     ("offset", "message"),
     [
         (lambda o: o - 32, r"its bytes overlap with those of blk\.0\."),
-        (lambda o: 0, "its bytes overlap with those of"),
         (lambda o: o + 4, "offset in multiples of 32"),
         (lambda o: o + 2**40, "but the file is shorter"),
     ],
@@ -223,14 +209,6 @@ def test_offsets_of_a_gguf(gguf_source, tmp_path, offset, message):
     with_offset(path, "blk.0.ffn_up.weight", offset)
     with pytest.raises(ValueError, match=rf"a\.gguf: .*{message}|a\.gguf.*not a complete"):
         checkpoints.read(path)
-
-
-def test_a_gguf_of_ours_without_a_scale(gguf_source, tmp_path):
-    """Others leave out a scale of 1; we write it."""
-    path = tmp_path / "a.gguf"
-    path.write_bytes(gguf_source.read_bytes().replace(b"blk.0.attn_q.scale", b"blk.7.attn_q.scale"))
-    with pytest.raises(ValueError, match=re.escape("a.gguf: ")), checkpoints.read(path) as read:
-        read.linear(WEIGHT)
 
 
 def test_a_header_that_says_nothing_of_a_scale(sources, tmp_path):

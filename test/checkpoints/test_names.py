@@ -13,12 +13,10 @@ from nvfp4_tensor.quantization.names import is_matched, joined_with, natural, so
 
 
 def test_joined():
-    modules = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj",
-               "mlp.down_proj", "mlp.experts.3.w1", "mlp.experts.3.w3", "mlp.experts.4.w1"]  # fmt: skip
-    names = {f"model.layers.{i}.{module}.weight" for i in (1, 2) for module in modules}
-    for group in (modules[:3], modules[3:5], modules[5:6], modules[6:8]):
-        expected = tuple(f"model.layers.1.{module}.weight" for module in group)
-        assert all(joined_with(name, names) == expected for name in expected)
+    """Groups of a module: test_model_families; here its layer and its expert, and parameters without a prefix."""
+    names = {f"layers.{i}.mlp.experts.{e}.{w}.weight" for i in (1, 2) for e in (3, 4) for w in ("w1", "w2", "w3")}
+    expected = ("layers.1.mlp.experts.3.w1.weight", "layers.1.mlp.experts.3.w3.weight")
+    assert all(joined_with(name, names) == expected for name in expected)
     assert joined_with("q_proj.weight", {"q_proj.weight", "v_proj.weight"}) == ("q_proj.weight", "v_proj.weight")
     assert joined_with("q_proj.bias", {"q_proj.bias", "v_proj.bias"}) == ("q_proj.bias",)
 
@@ -36,22 +34,13 @@ def test_patterns():
         is_matched("a.weight", ["re:("])
 
 
-LINEARS = [
-    "model.layers.0.mlp.gate_proj.weight",
-    "model.layers.0.self_attn.o_proj.weight",
-    "h.3.mlp.dense_4h_to_h.weight",
-]
-OTHERS = [
-    "model.embed_tokens.weight", "transformer.wte.weight", "model.layers.0.input_layernorm.weight", "lm_head.weight",
-    "model.layers.0.mlp.gate.weight", "model.layers.0.block_sparse_moe.gate.weight",
-    "model.visual.blocks.0.attn.qkv.weight",
-]  # fmt: skip
-
-
 def test_defaults():
     patterns = (*NOT_LINEAR, *(pattern for each in LEFT_DENSE.values() for pattern in each))
-    assert not any(is_matched(name, patterns) for name in LINEARS)
-    assert all(is_matched(name, patterns) for name in OTHERS)
+    for name in ("layers.0.mlp.gate_proj", "layers.0.self_attn.o_proj", "h.3.mlp.dense_4h_to_h"):
+        assert not is_matched(f"{name}.weight", patterns), name
+    for name in ("model.embed_tokens", "transformer.wte", "layers.0.input_layernorm", "lm_head", "layers.0.mlp.gate",
+                 "layers.0.block_sparse_moe.gate", "model.visual.blocks.0.attn.qkv"):  # fmt: skip
+        assert is_matched(f"{name}.weight", patterns), name
 
 
 def test_order_and_lists():

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from nvfp4_tensor import NVFP4Tensor, quantize
-from nvfp4_tensor.checkpoints import Checkpoint, Entry, LinearParts, parts_of
+from nvfp4_tensor import quantize
+from nvfp4_tensor.checkpoints import Checkpoint, LinearParts
+from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,32 +39,8 @@ EXPERTS = {
 """Small mixtures of four experts, by model_type."""
 
 
-class InMemory(Checkpoint):
-    """A checkpoint of tensors by name, which can be NVFP4Tensors."""
-
-    format = "memory"
-    path = None
-
-    def __init__(self, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-        self.tensors, self.config = tensors, dict(config)
-        self.parts = {name: parts_of(t) for name, t in tensors.items() if isinstance(t, NVFP4Tensor)}
-        self.entries = {
-            name: Entry(
-                shape=tuple(t.shape),
-                dtype=t.dtype,
-                quantized=name in self.parts,
-                quantizes_activations=name in self.parts and self.parts[name].quantizes_activations,
-                has_input_scale=name in self.parts and self.parts[name].input_scale is not None,
-                scales=tuple(self.parts[name].per_tensor_scale.shape) if name in self.parts else (),
-            )
-            for name, t in tensors.items()
-        }
-
-    def linear(self, name: str) -> LinearParts:
-        return self.parts[name]
-
-    def dense(self, name: str) -> torch.Tensor:
-        return self.tensors[name]
+InMemory = ModelCheckpoint
+"""A checkpoint of tensors by name, which can be NVFP4Tensors."""
 
 
 def tiny_tensors(config: dict[str, Any] = TINY, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:

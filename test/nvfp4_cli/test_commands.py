@@ -71,6 +71,8 @@ def test_convert_takes_the_options_of_every_format(quantized, tmp_path, run):
     run("convert", quantized, tmp_path / "rounded", "--to", "mlx", "--lossy")
     run("convert", quantized, tmp_path / "a4.safetensors", "--to", "comfy", "--quantize-activations")
     run("convert", quantized, tmp_path / "a16.safetensors", "--to", "comfy", "--no-quantize-activations")
+    run("convert", quantized, tmp_path / "parts", "--shard-size", 0.00003)
+    assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 3
     read = {}
     for path in (quantized, *(tmp_path / each for each in ("exact", "rounded", "a4.safetensors", "a16.safetensors"))):
         with checkpoints.read(path) as checkpoint:

@@ -7,7 +7,9 @@ import shutil
 import pytest
 
 import nvfp4_cli
-from nvfp4_tensor import checkpoints
+from nvfp4_cli import quantize
+from nvfp4_tensor.checkpoints.models.fitting import Fitted
+from nvfp4_tensor.checkpoints.quantizing import Quantized
 
 pytestmark = pytest.mark.slow
 
@@ -49,14 +51,6 @@ def test_a_report_is_replaced_by_another(folder, capsys):
     assert contents(folder) == before
 
 
-def test_a_checkpoint_does_not_replace_its_source(folder, dense, capsys):
-    before = contents(folder)
-    for dst in ("nvfp4", "again", "nvfp4/../nvfp4"):
-        assert nvfp4_cli.main(["convert", "nvfp4", dst, "--to", "mlx", "--lossy"]) == 1
-        assert "already exists" in capsys.readouterr().err
-    assert contents(folder) == before
-
-
 def test_a_gguf_is_not_its_own_unfinished_output(dense, tmp_path, capsys):
     """A GGUF is known by its first bytes, whatever its name is."""
     pytest.importorskip("gguf")
@@ -68,49 +62,39 @@ def test_a_gguf_is_not_its_own_unfinished_output(dense, tmp_path, capsys):
     assert contents(tmp_path) == before
 
 
-def interrupt(monkeypatch, after):
-    from nvfp4_tensor.checkpoints.quantizing import Quantized
+LOST = "was not written, and nothing of it is left"
 
-    whole, seen = Quantized.linear, []
+
+@pytest.mark.parametrize("name, owner, more, left", [
+    ("folder", Quantized, ["--shard-size", "1e-4"], "keeps 1 complete file: run the same again to resume there"),
+    ("m.gguf", Quantized, ["--to", "gguf"], LOST), ("m.safetensors", Quantized, ["--to", "comfy"], LOST),
+    ("folder", Fitted, ["--weighted", "--tokens", "64", "--calibrate"], "was not written"),
+])  # fmt: skip
+def test_an_interrupt_says_what_is_left(dense, text, tmp_path, capsys, monkeypatch, name, owner, more, left):
+    dst, whole, seen = tmp_path / name, owner.linear, []
+    command = ["quantize", str(dense), str(dst), *more, *([str(text)] if owner is Fitted else [])]
 
     def linear(self, name):
         seen.append(name)
-        if len(seen) > after:
+        if len(seen) == 8:
             raise KeyboardInterrupt
         return whole(self, name)
 
-    monkeypatch.setattr(Quantized, "linear", linear)
-
-
-@pytest.mark.parametrize("to, left", [
-    ("modelopt", r"keeps 1 complete file: run the same again to resume there"),
-    ("gguf", "was not written, and nothing of it is left"), ("comfy", "was not written, and nothing of it is left"),
-])  # fmt: skip
-def test_an_interrupt_says_what_is_left(dense, tmp_path, capsys, monkeypatch, to, left):
-    dst = tmp_path / {"gguf": "m.gguf", "comfy": "m.safetensors"}.get(to, "folder")
-    command = ["quantize", str(dense), str(dst), "--to", to, *(["--shard-size", "1e-4"] if to == "modelopt" else [])]
-    with monkeypatch.context() as patch:
-        interrupt(patch, 7)
-        assert nvfp4_cli.main(command) == 130
+    monkeypatch.setattr(owner, "linear", linear)
+    assert nvfp4_cli.main(command) == 130
     said = capsys.readouterr().err
     assert f"nvfp4: interrupted: {dst}" in said and left in said and not dst.exists()
-    assert len(list(tmp_path.iterdir())) == (to == "modelopt")
-    assert nvfp4_cli.main(command) == 0
-    assert checkpoints.detect(dst) == to and len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.iterdir())) == ("keeps" in left)
+    assert nvfp4_cli.main(command) == 0 and [each.name for each in tmp_path.iterdir()] == [name]
 
 
-def test_an_interrupt_of_what_cannot_be_resumed(dense, text, tmp_path, capsys, monkeypatch):
-    from nvfp4_tensor.checkpoints.models.fitting import Fitted
-
-    def linear(self, name):
+def test_an_interrupt_before_anything_is_written(dense, tmp_path, capsys, monkeypatch):
+    def run(*args, **given):
         raise KeyboardInterrupt
 
-    for patched in ("linear", "__init__"):
-        with monkeypatch.context() as patch:
-            patch.setattr(Fitted, patched, linear if patched == "linear" else lambda *a: linear(None, ""))
-            dst = tmp_path / "q"
-            assert nvfp4_cli.main(["quantize", str(dense), str(dst), "--calibrate", str(text), "--weighted"]) == 130
-        assert f"interrupted: {dst} was not written" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    monkeypatch.setattr(quantize, "run", run)
+    assert nvfp4_cli.main(["quantize", str(dense), str(tmp_path / "q")]) == 130
+    assert f"interrupted: {tmp_path / 'q'} was not written\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments, mode", [
@@ -119,8 +103,6 @@ def test_an_interrupt_of_what_cannot_be_resumed(dense, text, tmp_path, capsys, m
     (["--four-over-six", "--", "SRC", "DST"], "mse"),
 ])  # fmt: skip
 def test_four_over_six_does_not_take_the_source_for_its_value(dense, tmp_path, monkeypatch, arguments, mode):
-    from nvfp4_cli import quantize
-
     seen = []
     monkeypatch.setattr(quantize, "run", lambda src, dst, **given: seen.append((src, dst, given["four_over_six"])))
     paths = {"SRC": str(dense), "DST": str(tmp_path / "q")}

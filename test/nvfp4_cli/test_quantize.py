@@ -95,14 +95,6 @@ def test_what_is_fitted_errs_less_on_the_text(how, share, dense, text, tmp_path,
     assert scales[0] == scales[1] == scales[2]  # as servers want it, without rounding anything again
 
 
-def test_quantize_takes_them_too(dense, tmp_path, run):
-    run("quantize", dense, tmp_path / "m", "--to", "mlx", "--global-scale")
-    with checkpoints.read(tmp_path / "m") as checkpoint:
-        assert checkpoint.linear("model.layers.1.mlp.up_proj.weight").per_tensor_scale != 1
-    run("quantize", dense, tmp_path / "parts", "--shard-size", 0.00003)
-    assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 3
-
-
 @pytest.mark.parametrize("how", [["--w4a16"], [], ["--gptq"]], ids=["w4a16", "w4a4", "gptq"])
 def test_a_budget_leaves_dense_what_costs_most(how, dense, text, tmp_path, run):
     given = ["--calibrate", text, "--tokens", 64, "--bits", 7, *how]
