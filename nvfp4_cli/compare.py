@@ -33,16 +33,9 @@ if TYPE_CHECKING:
 @options.quiet
 @options.as_json
 def compare(
-    a: Path,
-    b: Path,
-    text: Path | None,
-    worst: int,
-    summary: bool,
-    html: Path | None,
-    json_: bool,
-    progress: bool,
+    a: Path, b: Path, text: Path | None, worst: int, summary: bool, html: Path | None, json_: bool, progress: bool,
     **given: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Compare B, which is quantized, with A: the error and signal-to-noise ratio of each tensor, the worst blocks.
 
     With --text both models run: perplexity, Kullback-Leibler divergence of the logits, how often the most likely token

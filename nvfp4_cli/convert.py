@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,12 +92,12 @@ class Written:
 
         with checkpoints.read(dst) as checkpoint:
             quantized = [entry for entry in checkpoint.entries.values() if entry.quantized]
-            numbers = [math.prod(entry.shape) for entry in quantized]
-            bits = sum(entry.meta().bits * count for entry, count in zip(quantized, numbers, strict=True))
+            bits = sum(entry.meta().bits * entry.numbers for entry in quantized)
             return cls(
                 src, dst, checkpoint.format, len(quantized), len(checkpoint.entries) - len(quantized),
-                any(entry.quantizes_activations for entry in quantized), bits / max(sum(numbers), 1), size_of(src),
-                size_of(dst), seconds, budget, routed_tokens or None,
+                any(entry.quantizes_activations for entry in quantized),
+                bits / max(sum(entry.numbers for entry in quantized), 1), size_of(src), size_of(dst), seconds, budget,
+                routed_tokens or None,
             )  # fmt: skip
 
     def __str__(self) -> str:

@@ -86,21 +86,20 @@ def _check_together(
     *, calibrate: Path | None, gptq: bool, weighted: bool, bits: float | None, w4a16: bool, four_over_six: str | None,
     scale_search: bool, round_mode: str, **others: Any,
 ) -> None:  # fmt: skip
-    if gptq and round_mode != "rne":
-        raise click.UsageError(f"--gptq rounds to nearest: leave out --round-mode {round_mode}")
-    if scale_search and four_over_six:
-        raise click.UsageError("--scale-search has the choices of --four-over-six and more: give one of them")
-    if calibrate is None:
-        for option, is_given in (("--gptq", gptq), ("--weighted", weighted), ("--bits", bits is not None)):
-            if is_given:
-                raise click.UsageError(f"{option} needs sample text: give --calibrate TEXT too")
-    elif w4a16 and not (gptq or weighted or bits):
-        raise click.UsageError(
-            "--calibrate finds scales for activations, and --w4a16 leaves activations dense: give one of them, or add "
-            "--gptq, --weighted or --bits"
-        )
-    if weighted and (gptq or four_over_six):
-        raise click.UsageError("--weighted chooses the scales itself: give neither --gptq nor --four-over-six with it")
+    wrong = {
+        f"--gptq rounds to nearest: leave out --round-mode {round_mode}": gptq and round_mode != "rne",
+        "--scale-search has the choices of --four-over-six and more: give one of them": scale_search and four_over_six,
+        "--gptq needs sample text: give --calibrate TEXT too": gptq and not calibrate,
+        "--weighted needs sample text: give --calibrate TEXT too": weighted and not calibrate,
+        "--bits needs sample text: give --calibrate TEXT too": bits and not calibrate,
+        "--calibrate finds scales for activations, and --w4a16 leaves activations dense: give one of them, or add "
+        "--gptq, --weighted or --bits": calibrate and w4a16 and not (gptq or weighted or bits),
+        "--weighted chooses the scales itself: give neither --gptq nor --four-over-six with it":
+            weighted and (gptq or four_over_six),
+    }  # fmt: skip
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise click.UsageError(message)
 
 
 def run(

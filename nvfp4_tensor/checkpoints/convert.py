@@ -43,36 +43,22 @@ def convert(
         if source.format == "dense" and to not in ("dense", "gguf"):
             raise ValueError(f"{src} has only dense weights: use checkpoints.quantize")
         checkpoint: Checkpoint = WeightOnly(source) if weight_only else source
-        checkpoint = without_cache_scales(checkpoint)
-        if target.is_served:
-            warn_of_different_scales(checkpoint)
+        if of_cache := [name for name in checkpoint.entries if name.endswith(CACHE_SCALES)]:  # their names differ
+            warnings.warn(
+                f"the scales of a quantized key-value cache are omitted ({some(of_cache)}): servers will store the "
+                "cache in 16 bits",
+                stacklevel=2,
+            )
+            checkpoint = Without(checkpoint, of_cache)
+        if target.is_served and (different := different_scales(checkpoint)):
+            names = some([" and ".join(group) for group in different])
+            warnings.warn(
+                f"{len(different)} groups of linears that servers join have different per-tensor scales: {names}. vLLM "
+                "uses the largest of a group for all its linears without rescaling, and computes wrong numbers: to "
+                "serve the model, quantize the dense model by checkpoints.quantize, which gives each group one scale",
+                stacklevel=2,
+            )
         target.write(checkpoint, Path(dst), progress=progress, **options)
-
-
-def without_cache_scales(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without the scales of a quantized key-value cache, whose names differ; warn if there are
-    any."""
-    left_out = [name for name in checkpoint.entries if name.endswith(CACHE_SCALES)]
-    if not left_out:
-        return checkpoint
-    warnings.warn(
-        f"the scales of a quantized key-value cache are omitted ({some(left_out)}): servers will store the cache in 16 "
-        "bits",
-        stacklevel=3,
-    )
-    return Without(checkpoint, left_out)
-
-
-def warn_of_different_scales(checkpoint: Checkpoint) -> None:
-    """Warn if linears that servers join have different per-tensor scales."""
-    if different := different_scales(checkpoint):
-        names = some([" and ".join(group) for group in different])
-        warnings.warn(
-            f"{len(different)} groups of linears that servers join have different per-tensor scales: {names}. vLLM "
-            "uses the largest of a group for all its linears without rescaling, and computes wrong numbers: to serve "
-            "the model, quantize the dense model by checkpoints.quantize, which gives each group one scale",
-            stacklevel=3,
-        )
 
 
 def different_scales(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
@@ -80,9 +66,5 @@ def different_scales(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
     quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized and not entry.scales]
     known = set(quantized)
     groups = dict.fromkeys(joined_with(name, known) for name in quantized)
-    return [group for group in groups if len(group) > 1 and not _same_scale(checkpoint, group)]
-
-
-def _same_scale(checkpoint: Checkpoint, group: tuple[str, ...]) -> bool:
-    first, *others = (checkpoint.per_tensor_scale(name) for name in group)
-    return all(torch.equal(first, other) for other in others)
+    scales = ((group, [checkpoint.per_tensor_scale(name) for name in group]) for group in groups if len(group) > 1)
+    return [group for group, (first, *others) in scales if not all(torch.equal(first, other) for other in others)]

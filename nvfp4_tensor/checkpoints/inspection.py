@@ -111,7 +111,7 @@ def inspect(path: str | Path, *, progress: bool = True) -> Inspection:
 
 def _weight(name: str, entry: Entry, checkpoint: Checkpoint) -> Weight:
     if not entry.quantized:
-        return Weight(name, entry.shape, str(entry.dtype).removeprefix("torch."), 8.0 * entry.dtype.itemsize)
+        return Weight(name, entry.shape, entry.kind, 8.0 * entry.dtype.itemsize)
     return weight_of(name, checkpoint.linear(name))
 
 

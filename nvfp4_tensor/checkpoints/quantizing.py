@@ -8,7 +8,7 @@ import math
 import sys
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.architectures import JOINED_AS, TRANSPOSED_EXPERTS
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
 from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
 from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT as GGUF
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
@@ -109,16 +109,9 @@ class Quantized(View):
     """A dense checkpoint whose linears are quantized to NVFP4 when they are read."""
 
     def __init__(
-        self,
-        source: Checkpoint,
-        spec: QuantizeSpec | None = None,
-        exclude: Sequence[str] = (),
-        include: Sequence[str] = (),
-        input_amax: Mapping[str, float] | None = None,
-        seed: int = 0,
-        has_scale: Callable[[str], bool] = lambda name: True,
-        experts: bool = False,
-    ) -> None:
+        self, source: Checkpoint, spec: QuantizeSpec | None, exclude: Sequence[str], include: Sequence[str],
+        input_amax: Mapping[str, float], seed: int, has_scale: Callable[[str], bool], experts: bool,
+    ) -> None:  # fmt: skip
         """
         Args:
             has_scale: whether a weight, given by name, can have a per-tensor scale other than 1.
@@ -126,8 +119,7 @@ class Quantized(View):
             others: as in :func:`quantize`.
         """
         super().__init__(source)
-        self.spec = stored_spec(spec)
-        self.seed = seed
+        self.spec, self.seed = stored_spec(spec), seed
         if self.spec.hadamard_sign is not None:
             raise ValueError(
                 "no checkpoint format supports Hadamard-transformed weights: pass a spec without hadamard_sign"
@@ -138,32 +130,25 @@ class Quantized(View):
                 "the model in memory and torch.save its state_dict()"
             )
         self.plan = plan_folder(source, exclude, include, experts)
-        self.chosen = {name: _entry(source.entries[name], self.plan[name].shape) for name in self.plan.quantized}
-        model_type = source.config.get("model_type")
-        if transposed := [name for name in self.chosen if is_stored_transposed(model_type, name)]:
+        chosen, model_type = dict.fromkeys(self.plan.quantized), source.config.get("model_type")
+        if transposed := [name for name in chosen if is_stored_transposed(model_type, name)]:
             self.source = AsLinears(source, transposed)
-        self._unscaled = {name for name in self.chosen if not has_scale(name)}
-        self._input_amax = _by_parameter(input_amax or {}, self.chosen, source)
+        self._unscaled = {name for name in chosen if not has_scale(name)}
+        self._input_amax = _by_parameter(input_amax, chosen, source)
         self._amax: dict[tuple[str, ...], Tensor] = {}
         self._kept: dict[str, Tensor] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        for name in self.chosen:
-            static = name in self._input_amax
+        for name in chosen:
+            static, shape = name in self._input_amax, self.plan[name].shape
             self.entries[name] = dataclasses.replace(
-                self.chosen[name], quantized=True, quantizes_activations=static, has_input_scale=static
-            )
+                source.entries[name], shape=shape, scales=(shape[0], 1) if len(shape) == 3 else (), quantized=True,
+                quantizes_activations=static, has_input_scale=static,
+            )  # fmt: skip
 
     def identity(self) -> list[Any] | None:
         inner = super().identity()
-        settings = [
-            str(self.spec),
-            self.spec.pack(),
-            self.seed,
-            sorted(self._unscaled),
-            sorted(self.chosen),
-            sorted(self._input_amax.items()),
-        ]
-        return None if inner is None else [*inner, *settings]
+        chosen = [sorted(each) for each in (self._unscaled, self.plan.quantized, self._input_amax.items())]
+        return None if inner is None else [*inner, str(self.spec), self.spec.pack(), self.seed, *chosen]
 
     def per_tensor_scale(self, name: str) -> Tensor:
         if len(self.entries[name].shape) == 3:
@@ -249,9 +234,7 @@ class Quantized(View):
             offset += nbytes
 
 
-def plan_folder(
-    source: Checkpoint, exclude: Sequence[str] = (), include: Sequence[str] = (), experts: bool = False
-) -> ModelPlan:
+def plan_folder(source: Checkpoint, exclude: Sequence[str], include: Sequence[str], experts: bool) -> ModelPlan:
     """Plan which weights of a dense checkpoint are quantized. Warn of weights whose size or dtype does not allow it.
 
     With ``experts``, include the experts of gpt-oss and Llama 4 that are one tensor, with shapes (E, N, K).
@@ -270,9 +253,7 @@ def plan_folder(
             error.args = (f"{error}: its output layer is the embedding, and quantize_lm_head=True quantizes a copy",)
         raise
     unfit = [
-        f"{name} {list(plan[name].shape)} {str(source.entries[name].dtype).removeprefix('torch.')}"
-        for name in plan.dense
-        if plan[name].is_unfit
+        f"{name} {list(plan[name].shape)} {source.entries[name].kind}" for name in plan.dense if plan[name].is_unfit
     ]
     if unfit:
         warnings.warn(
@@ -318,7 +299,7 @@ def _matrices(source: Checkpoint, experts: bool) -> list[Matrix]:
     return matrices
 
 
-def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source: Checkpoint) -> dict[str, float]:
+def _by_parameter(amax: Mapping[str, float], chosen: Container[str], source: Checkpoint) -> dict[str, float]:
     """Return input_amax by parameter name. Joined linears, which have the same input, get the largest of their
     values."""
     named = {name if name in chosen else f"{name}.weight": float(value) for name, value in amax.items()}
@@ -328,8 +309,3 @@ def _by_parameter(amax: Mapping[str, float], chosen: Mapping[str, Entry], source
     if bad := [name for name, scale in scales.items() if not 0 < scale < math.inf]:
         raise ValueError(f"input_amax of {some(bad)}: expected a finite number above zero in float32")
     return {name: max(named[each] for each in joined_with(name, named)) for name in named}
-
-
-def _entry(entry: Entry, shape: tuple[int, ...]) -> Entry:
-    """Return the entry of a chosen weight with the shape (N, K) or (E, N, K)."""
-    return dataclasses.replace(entry, shape=shape, scales=(shape[0], 1) if len(shape) == 3 else ())

@@ -10,7 +10,7 @@ import torch
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES, JOINED_AS
 from nvfp4_tensor.checkpoints.checkpoint import Entry
-from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.quantization.names import some
 
 _CODES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32)
 """Dtypes of packed or scaled weights."""
@@ -37,7 +37,7 @@ def check_understood(entries: Mapping[str, Entry], path: Path | None) -> None:
     """
     coded = [name for name, entry in entries.items() if not entry.quantized and _is_coded(name, entry)]
     if coded:
-        found = some([f"{name} ({str(entries[name].dtype).removeprefix('torch.')})" for name in coded])
+        found = some([f"{name} ({entries[name].kind})" for name in coded])
         raise ValueError(
             f"{_file(path, entries[coded[0]])}: {found} are weights of another quantization than NVFP4, which is not "
             f"supported. {_FIX}"
@@ -57,11 +57,10 @@ def _file(path: Path | None, entry: Entry) -> Path | str:
 
 
 def _is_coded(name: str, entry: Entry) -> bool:
-    if entry.dtype.itemsize == 1 and entry.dtype.is_floating_point:
-        return True
+    """Return whether a tensor holds FP8, or integers by the name of a weight."""
     last = name.rpartition(".")[2]
-    if last == "weight" and not entry.dtype.is_floating_point:
-        return True
+    if entry.dtype.is_floating_point or last == "weight":
+        return entry.dtype.itemsize == 1 or not entry.dtype.is_floating_point
     return entry.dtype in _CODES and len(entry.shape) > 1 and (last in JOINED_AS or _CODED.search(last) is not None)
 
 
@@ -75,12 +74,8 @@ def _is_foreign(name: str, entries: Mapping[str, Entry]) -> bool:
         return not last.endswith("bias")
     if _RESCALES.fullmatch(last) or (owner is not None and len(owner.shape) > 1 and _BESIDE.fullmatch(last)):
         return True
-    return any(_follows(name, stem, entries) for stem in _stems(name))
-
-
-def _stems(name: str) -> list[str]:
-    """Return the names of parameters that a tensor may belong to: "m.w" and "m.w_a" for "m.w_a_b"."""
-    return [name[: found.start()] for found in re.finditer(r"[._]", name)][1:]
+    ends = [found.start() for found in re.finditer(r"[._]", name)][1:]
+    return any(_follows(name, name[:end], entries) for end in ends)  # of "m.w" and "m.w_a" for "m.w_a_b"
 
 
 def _follows(name: str, stem: str, entries: Mapping[str, Entry]) -> bool:

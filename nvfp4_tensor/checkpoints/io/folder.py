@@ -7,6 +7,7 @@ A format is a subclass of :class:`SafetensorsFormat`. It defines the names of th
 from __future__ import annotations
 
 import abc
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -263,25 +264,20 @@ class SafetensorsFormat(Format):
     def _plan(self, checkpoint: Checkpoint, shard_bytes: int | None) -> Plan:
         """Distribute parameters over files. Linears that servers join are adjacent, because they are quantized
         together."""
-        names = list(
-            dict.fromkeys(each for name in checkpoint.entries for each in joined_with(name, checkpoint.entries))
-        )
-        tensors_of = {name: self._layout_of(checkpoint, name) for name in names}
-        sources = {entry.shard for entry in checkpoint.entries.values()}
-        if shard_bytes is None and len(sources) > 1 and all(str(each).endswith(".safetensors") for each in sources):
-            return _by_source(checkpoint, tensors_of)
-        return _by_size(tensors_of, SHARD_BYTES if shard_bytes is None else shard_bytes)
+        entries, tensors_of = checkpoint.entries, {}
+        for name in dict.fromkeys(itertools.chain.from_iterable(joined_with(each, entries) for each in entries)):
+            tensors_of[name] = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta")}
+            if entries[name].quantized:
+                tensors_of[name] = self.encode(name, entries[name].meta(), entries[name])
+        sources = {str(entry.shard) for entry in entries.values()}
+        if shard_bytes is not None or len(sources) < 2 or not all(each.endswith(".safetensors") for each in sources):
+            return _by_size(tensors_of, SHARD_BYTES if shard_bytes is None else shard_bytes)
+        plan: Plan = {source: {} for source in sorted(sources)}
+        for name, tensors in tensors_of.items():
+            plan[str(entries[name].shard)][name] = tensors
+        return plan
 
-    def _layout_of(self, checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
-        entry = checkpoint.entries[name]
-        if entry.quantized:
-            return self.encode(name, entry.meta(), entry)
-        return {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")}
-
-    def _write_shards(
-        self, checkpoint: Checkpoint, plan: Plan, state: ResumableFolder,
-        progress: bool,
-    ) -> None:  # fmt: skip
+    def _write_shards(self, checkpoint: Checkpoint, plan: Plan, state: ResumableFolder, progress: bool) -> None:
         total = sum(entry.nbytes for entry in checkpoint.entries.values())
         bar = tqdm(total=total, desc=f"writing {state.path.name}", unit="B", unit_scale=True, disable=not progress)
         with bar:
@@ -296,11 +292,11 @@ class SafetensorsFormat(Format):
     ) -> tuple[int, dict[str, Any], list[str]]:
         """Write a shard. Return its size in bytes, the factors for the sidecar, and its linears with NaN."""
         tensors = {key: tensor for tensors_of in names.values() for key, tensor in tensors_of.items()}
-        entries = {name: checkpoint.entries[name] for name in names}
         factors: dict[str, Any] = {}
         with_nan: list[str] = []
         with ShardFile(file, tensors, self.metadata(checkpoint)) as shard:
-            for name, entry in entries.items():
+            for name in names:
+                entry = checkpoint.entries[name]
                 if entry.quantized:
                     parts = checkpoint.linear(name)
                     shard.write_later(self.encode(name, parts, entry))
@@ -319,30 +315,20 @@ class SafetensorsFormat(Format):
     def _write_rest(self, checkpoint: Checkpoint, plan: Plan, state: ResumableFolder) -> None:
         """Write the index, configs and sidecar, and copy the other files of the source."""
         checkpoint.write_auxiliary_files(state.folder)
-        where = {key: file for file, names in plan.items() for tensors in names.values() for key in tensors}
+        tensors = [(key, t, file) for file, names in plan.items() for of in names.values() for key, t in of.items()]
         if len(plan) > 1:
-            tensors = [t for names in plan.values() for tensors_of in names.values() for t in tensors_of.values()]
-            total = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+            total, where = sum(tensor.nbytes for _, tensor, _ in tensors), {key: file for key, _, file in tensors}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
             write_json(state.folder / "model.safetensors.index.json", index)
         quantization = self.config_of(checkpoint)
-        config = dict(checkpoint.config)
-        if quantization is not None:
-            config["quantization_config"] = quantization
-        if config:
-            write_json(state.folder / "config.json", config)
-        for name, value in self.files_of(checkpoint).items():
+        config = (
+            checkpoint.config if quantization is None else checkpoint.config | {"quantization_config": quantization}
+        )
+        files = {"config.json": config} if config else {}
+        for name, value in (files | self.files_of(checkpoint)).items():
             write_json(state.folder / name, value)
         write_factors(state.folder / SIDECAR, state.factors)
         warn_of_nan(state.with_nan)
-
-
-def _by_source(checkpoint: Checkpoint, tensors_of: Mapping[str, dict[str, Tensor]]) -> Plan:
-    """Use the file names of the source."""
-    plan: Plan = {}
-    for name, tensors in tensors_of.items():
-        plan.setdefault(str(checkpoint.entries[name].shard), {})[name] = tensors
-    return dict(sorted(plan.items()))
 
 
 def _by_size(tensors_of: Mapping[str, dict[str, Tensor]], shard_bytes: int) -> Plan:
@@ -350,7 +336,7 @@ def _by_size(tensors_of: Mapping[str, dict[str, Tensor]], shard_bytes: int) -> P
     shards: list[dict[str, dict[str, Tensor]]] = [{}]
     size = 0
     for name, tensors in tensors_of.items():
-        nbytes = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
         if shards[-1] and size + nbytes > shard_bytes:
             shards.append({})
             size = 0
@@ -388,14 +374,12 @@ def check_writable(checkpoint: Checkpoint, format: str, *, rows: bool = False, p
             multiple of 16.
     """
     quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
-    if not rows:
-        many = [name for name, entry in quantized.items() if entry.scales and len(entry.shape) == 2]
-        if many:
-            raise ValueError(
-                f"{format} has one per-tensor scale per weight, but {some(many)} have one per row, as joined linears "
-                "do: split them before saving"
-            )
-    if not padded:
-        odd = [f"{name} {list(entry.shape)}" for name, entry in quantized.items() if entry.shape[-1] % 16]
-        if odd:
-            raise ValueError(f"{format} needs columns in multiples of 16: leave {some(odd)} dense")
+    many = [name for name, entry in quantized.items() if entry.scales and len(entry.shape) == 2]
+    if many and not rows:
+        raise ValueError(
+            f"{format} has one per-tensor scale per weight, but {some(many)} have one per row, as joined linears do: "
+            "split them before saving"
+        )
+    odd = [f"{name} {list(entry.shape)}" for name, entry in quantized.items() if entry.shape[-1] % 16]
+    if odd and not padded:
+        raise ValueError(f"{format} needs columns in multiples of 16: leave {some(odd)} dense")

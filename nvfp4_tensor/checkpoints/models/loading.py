@@ -74,7 +74,6 @@ def load(
     with read(path, format) as opened:
         checkpoint: Checkpoint = WeightOnly(opened) if weight_only else opened
         slots = _slots(model)
-        _check_buffers(model)
         plan = _plan(slots, checkpoint, strict, names_in_model(model, checkpoint.entries))
         loaded = {}
         for name, origin in tqdm(plan.items(), desc=f"loading {Path(path).name}", unit="tensor", disable=not progress):
@@ -110,14 +109,24 @@ class _Slot:
 
 
 def _slots(model: nn.Module) -> dict[str, _Slot]:
-    """Return the parameters and buffers of a model by the first name of each."""
+    """Return the parameters and persistent buffers of a model by the first name of each.
+
+    Raises:
+        ValueError: another buffer is on the meta device, which no checkpoint has values for.
+    """
     by_id: dict[int, _Slot] = {}
     for path, module in model.named_modules():
-        buffers = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        for attribute, tensor in itertools.chain(module._parameters.items(), buffers.items()):
-            if tensor is not None:
-                slot = by_id.setdefault(id(tensor), _Slot(tensor, {}))
-                slot.holders[f"{path}.{attribute}" if path else attribute] = (module, attribute)
+        for attribute, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
+            name = f"{path}.{attribute}" if path else attribute
+            if tensor is None:
+                continue
+            if attribute not in module._non_persistent_buffers_set:
+                by_id.setdefault(id(tensor), _Slot(tensor, {})).holders[name] = (module, attribute)
+            elif tensor.is_meta:
+                raise ValueError(
+                    f"{name} is on the meta device and not in checkpoints: make the model with "
+                    "accelerate.init_empty_weights(include_buffers=False), which computes such buffers"
+                )
     _tie(model, by_id)
     return {next(iter(slot.holders)): slot for slot in by_id.values()}
 
@@ -131,18 +140,6 @@ def _tie(model: nn.Module, by_id: dict[int, _Slot]) -> None:
         if one is not None and other is not None and one is not other and one.tensor.is_meta and other.tensor.is_meta:
             one.holders.update(other.holders)
             del by_id[id(other.tensor)]
-
-
-def _check_buffers(model: nn.Module) -> None:
-    """Raise a ValueError for non-persistent buffers on the meta device, which no checkpoint has values for."""
-    for path, module in model.named_modules():
-        for name in sorted(module._non_persistent_buffers_set):
-            buffer = module._buffers.get(name)
-            if buffer is not None and buffer.is_meta:
-                raise ValueError(
-                    f"{path}.{name} is on the meta device and not in checkpoints: make the model with "
-                    "accelerate.init_empty_weights(include_buffers=False), which computes such buffers"
-                )
 
 
 def _plan(
