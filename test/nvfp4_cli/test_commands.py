@@ -60,10 +60,9 @@ def test_a_process_exits_1_and_says_it_in_json(tmp_path, monkeypatch, capsys):
 def test_convert_goes_round_trip(quantized, tmp_path, run):
     run("convert", quantized, tmp_path / "there", "--to", "compressed-tensors")
     said = run("convert", tmp_path / "there", tmp_path / "back", "--to", "modelopt", "--json")
-    file = "model.safetensors"
-    sizes = [(tmp_path / name / file).stat().st_size for name in ("there", "back")]
-    assert said["quantized"] == 14 and [said["source_bytes"], said["bytes"]] == sizes and sizes[0] != sizes[1]
-    assert (tmp_path / "back" / file).read_bytes() == (quantized / file).read_bytes()
+    there, back, own = (folder / "model.safetensors" for folder in (tmp_path / "there", tmp_path / "back", quantized))
+    assert said["quantized"] == 14 and said["source_bytes"] == there.stat().st_size != said["bytes"]
+    assert back.read_bytes() == own.read_bytes() and said["bytes"] == own.stat().st_size
 
 
 def test_convert_takes_the_options_of_every_format(quantized, tmp_path, run):

@@ -8,6 +8,7 @@ import torch
 
 import nvfp4_cli
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, checkpoints
+from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer
 from nvfp4_tensor.quantization import gptq
 
 pytestmark = pytest.mark.slow
@@ -36,79 +37,56 @@ def make(kind, dense):
     return folder
 
 
-@pytest.fixture
-def mixture(request, dense):
-    return make(request.param, dense)
-
-
-def of(*kinds):
-    return pytest.mark.parametrize("mixture", kinds, indirect=True)
-
-
-def open_and_batches(folder, text, tokens=64):
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    ids = transformers.AutoTokenizer.from_pretrained(folder)(text.read_text(), return_tensors="pt").input_ids
-    return model.eval(), [ids[:, :tokens]]
-
-
-def experts_in(folder, part="experts"):
-    with checkpoints.read(folder) as checkpoint:
-        return {
-            name: checkpoint.linear(name)
-            for name, entry in checkpoint.entries.items()
-            if part in name and entry.quantized
-        }
+def quantized_in(folder):
+    with checkpoints.read(folder) as read:
+        return {name: read.linear(name) for name, entry in read.entries.items() if entry.quantized}
 
 
 def linears(module, name):
     return isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "gate", "router"))
 
 
-@of(*EXPERTS)
-def test_static_scales(mixture, text, tmp_path, run):
-    said = run("quantize", mixture, tmp_path / "q", "--calibrate", text, "--tokens", 64, "--json")
-    model, batches = open_and_batches(mixture, text)
-    calibrate(model, batches, NVFP4Config(experts=True), filter_fn=linears, progress=False)
-    checkpoints.save(model, tmp_path / "library", mismatched_scales="keep", progress=False)
-    own, expected = experts_in(tmp_path / "q"), experts_in(tmp_path / "library")
-    assert own.keys() == expected.keys() and len(own) == EXPERTS[mixture.name]
-    for name, parts in own.items():
-        assert parts.quantizes_activations
-        torch.testing.assert_close(parts.input_scale, expected[name].input_scale, rtol=2e-7, atol=0)
-    with checkpoints.read(tmp_path / "q") as checkpoint:
-        assert all(e.quantizes_activations for e in checkpoint.entries.values() if e.quantized)  # none is mixed
-    assert len(said["routed_tokens"]) == 2 and all(sum(each) == 128 for each in said["routed_tokens"].values())
-    assert run("generate", tmp_path / "q", "the fox", "--raw", "--max-new-tokens", 2, "--json")["new_tokens"] == 2
+STATIC = NVFP4Config(experts=True)
+SEARCH = NVFP4WeightOnlyConfig(scale_search="mse", weighted=True, experts=True)
 
 
 @pytest.mark.parametrize(
-    ("mixture", "how"), [("Mixtral", "--gptq"), ("GptOss", "--gptq"), ("Qwen3Moe", "--weighted")], indirect=["mixture"]
+    ("kind", "how"),
+    [*((kind, None) for kind in EXPERTS), ("Mixtral", "--gptq"), ("GptOss", "--gptq"), ("Qwen3Moe", "--weighted")],
 )
-def test_experts_are_fitted(how, mixture, text, tmp_path, run):
-    said = run("quantize", mixture, tmp_path / "q", "--calibrate", text, "--tokens", 64, how, "--json")
-    assert not said["w4a4"] and len(said["routed_tokens"]) == 2
-    model, batches = open_and_batches(mixture, text)
+def test_experts_are_those_of_the_library(kind, how, dense, text, tmp_path, run):
+    mixture, flags = make(kind, dense), ["--calibrate", text, "--tokens", 64, *([how] if how else [])]
+    said = run("quantize", mixture, tmp_path / "q", *flags, "--json")
+    assert said["w4a4"] == (how is None) and len(said["routed_tokens"]) == 2
+    assert all(sum(each) == 128 for each in said["routed_tokens"].values())
+    model, tokenizer = open_model(mixture), open_tokenizer(mixture)
+    batches = [tokenizer(text.read_text(), return_tensors="pt").input_ids[:, :64]]
     if how == "--gptq":
         gptq(model, batches, progress=False)
     else:
-        search = NVFP4WeightOnlyConfig(scale_search="mse", weighted=True, experts=True)
-        calibrate(model, batches, search, filter_fn=linears, progress=False)
-    checkpoints.save(model, tmp_path / "library", mismatched_scales="refuse", progress=False)
-    own, expected = (experts_in(tmp_path / folder, "") for folder in ("q", "library"))
-    assert own.keys() == expected.keys() and len(experts_in(tmp_path / "q")) == EXPERTS[mixture.name]
+        calibrate(model, batches, SEARCH if how else STATIC, filter_fn=linears, progress=False)
+    checkpoints.save(model, tmp_path / "library", mismatched_scales="refuse" if how else "keep", progress=False)
+    own, expected = (quantized_in(tmp_path / folder) for folder in ("q", "library"))
+    assert own.keys() == expected.keys() and sum("experts" in name for name in own) == EXPERTS[kind]
     for name, parts in own.items():
-        torch.testing.assert_close(parts.per_tensor_scale, expected[name].per_tensor_scale, rtol=2e-7, atol=0)
-    equal = torch.cat([(own[name].qdata == expected[name].qdata).flatten() for name in own]).float().mean()
-    assert equal == 1 if how == "--gptq" else equal > 0.99
+        assert parts.quantizes_activations == (how is None)  # none is mixed
+        scale = "per_tensor_scale" if how else "input_scale"
+        torch.testing.assert_close(getattr(parts, scale), getattr(expected[name], scale), rtol=2e-7, atol=0)
+    if how is None:
+        assert run("generate", tmp_path / "q", "the fox", "--raw", "--max-new-tokens", 2, "--json")["new_tokens"] == 2
+    else:
+        equal = torch.cat([(own[name].qdata == expected[name].qdata).flatten() for name in own]).float().mean()
+        assert equal == 1 if how == "--gptq" else equal > 0.99
 
 
-@of("Mixtral")
-def test_what_stays_dense_is_said(mixture, text, tmp_path, capsys):
+def test_what_stays_dense_is_said(dense, text, tmp_path, capsys):
     """One expert alone cannot stay dense; nobody asks for all of a layer without knowing it."""
     cases = {"*.layers.1.*.experts.2.*": True, "*.layers.1.*.experts.*": False}
     for i, (exclude, is_said) in enumerate(cases.items()):
         flags = ["--calibrate", text, "--tokens", 64, "--gptq", "--exclude", exclude]
-        assert nvfp4_cli.main([str(each) for each in ("quantize", mixture, tmp_path / str(i), *flags)]) == 0
+        assert (
+            nvfp4_cli.main([str(each) for each in ("quantize", make("Mixtral", dense), tmp_path / str(i), *flags)]) == 0
+        )
         said = "experts stay dense, because NVFP4 in the format modelopt does not have all" in capsys.readouterr().err
-        assert said == is_said and len(experts_in(tmp_path / str(i))) == EXPERTS["Mixtral"] / 2
+        own = quantized_in(tmp_path / str(i))
+        assert said == is_said and sum("experts" in name for name in own) == EXPERTS["Mixtral"] / 2

@@ -1,12 +1,16 @@
 """``nvfp4 quantize`` against the library, and what ``--bits`` leaves dense."""
 
 import math
+import shutil
 
 import pytest
 import torch
+from helpers.checkpoint_folders import edit, edit_json
+from safetensors.torch import load_file
 
 from nvfp4_cli import options
 from nvfp4_tensor import QuantizeSpec, ScaleSearch, checkpoints
+from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer
 
 
 @pytest.mark.parametrize("to", options.FORMATS)
@@ -43,16 +47,12 @@ def test_quantize_leaves_dense_what_it_is_told(dense, tmp_path, run):
     assert said["quantized"] == 14 - 2 + 1
 
 
-@pytest.mark.parametrize("how", [[], ["--calibrate"]], ids=str)
+@pytest.mark.parametrize("how", [[], ["--calibrate"], ["--gptq", "--calibrate"]], ids=str)
 def test_quantize_the_head_of_a_model_that_ties_it(how, dense, text, tmp_path, run):
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
-    embedding = model.model.embed_tokens.weight.detach()
-    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    config = model.config.to_dict() | {"tie_word_embeddings": True}
-    checkpoints.save(state, tmp_path / "tied", format="dense", config=config, progress=False)
-    for file in dense.glob("tokenizer*"):
-        (tmp_path / "tied" / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(dense, tmp_path / "tied")
+    edit(tmp_path / "tied", lambda tensors: tensors.pop("lm_head.weight"))
+    edit_json(tmp_path / "tied/config.json", lambda config: config.update(tie_word_embeddings=True))
+    embedding = load_file(dense / "model.safetensors")["model.embed_tokens.weight"]
     flags = [*how, text, "--tokens", 64] if how else []
     said = run("quantize", tmp_path / "tied", tmp_path / "q", "--head", *flags, "--json")
     assert (said["quantized"], said["w4a4"]) == (15, how == ["--calibrate"])
@@ -65,14 +65,9 @@ def test_quantize_the_head_of_a_model_that_ties_it(how, dense, text, tmp_path, r
 
 
 def test_calibrate_takes_the_largest_input(dense, text, tmp_path, run):
-    transformers = pytest.importorskip("transformers")
-    said = run("quantize", dense, tmp_path / "q", "--calibrate", text, "--tokens", 64, "--json")
-    assert said["w4a4"]
-    model = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
-    ids = tokenizer(text.read_text(), return_tensors="pt").input_ids[:, :64]
-    seen = {}
-    name = "model.layers.1.mlp.down_proj"
+    assert run("quantize", dense, tmp_path / "q", "--calibrate", text, "--tokens", 64, "--json")["w4a4"]
+    model, ids = open_model(dense), open_tokenizer(dense)(text.read_text(), return_tensors="pt").input_ids[:, :64]
+    seen, name = {}, "model.layers.1.mlp.down_proj"
     model.get_submodule(name).register_forward_hook(lambda m, inputs, out: seen.update(amax=inputs[0].abs().amax()))
     with torch.no_grad():
         model(ids)
