@@ -82,15 +82,15 @@ FAULTS = [
     F("quantization/accuracy/gptq/rounding.py", "difference = cross.double()[:columns] - hessian.double()[:columns]",
       "difference = hessian.double()[:columns] - cross.double()[:columns]", "quantization/accuracy/gptq/test_rounding.py quantization/accuracy/gptq/test_run.py"),
     # --- checkpoints and the command line ---
-    F("checkpoints/formats/comfy.py", "return codes >> 4 | codes << 4", "return codes", "checkpoints/formats/test_comfy.py"),
+    F("checkpoints/formats/table.py", "return codes >> 4 | codes << 4", "return codes", "checkpoints/formats/test_comfy.py"),
     F("checkpoints/formats/modelopt.py", "qdata, scale = _transposed_copy(qdata), _transposed_copy(scale)",
       "qdata, scale = _transposed_copy(qdata), scale", "checkpoints/formats/test_modelopt.py"),
-    F("checkpoints/formats/modelopt.py", "if missing := without_input_scale(entries):", "if missing := []:", "checkpoints/formats/test_modelopt.py checkpoints/test_damaged_scales.py checkpoints/test_names.py"),
+    F("checkpoints/formats/table.py", "(missing := without_input_scale(entries))", "(missing := [])", "checkpoints/formats/test_modelopt.py checkpoints/test_damaged_scales.py checkpoints/test_names.py"),
     F("checkpoints/understood.py", "if foreign:\n        raise", "if False:\n        raise", "checkpoints/test_understood.py"),
     F("checkpoints/io/resumable_write.py", "if not _lock(lock) or not _is_at(lock, path):", "if not _is_at(lock, path):",
       "checkpoints/io/test_resumable_write.py"),
     F("checkpoints/io/resumable_write.py", "if temporary.exists() and any(", "if False and any(", "checkpoints/io/test_resumable_write.py nvfp4_cli/test_outputs.py"),
-    F("checkpoints/formats/mlx.py", "own and (missing := [name for name in quantized if name not in own])", "False",
+    F("checkpoints/formats/mlx.py", "if 0 < len(without) < len(schemes):", "if False:",
       "checkpoints/formats/test_mlx.py"),
     # --- training ---
     F("training/weights/headroom.py", "power = 2.0 ** math.ceil(", "power = 2.0 ** math.floor(", "training/weights/test_headroom.py"),

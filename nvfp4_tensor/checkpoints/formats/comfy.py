@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
-from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable, warn_of_nan
+from nvfp4_tensor.checkpoints.formats.table import Layout, Scheme, TableFormat
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, warn_of_nan
 from nvfp4_tensor.checkpoints.io.resumable_write import check_apart, check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, write_factors
@@ -35,25 +35,36 @@ from nvfp4_tensor.checkpoints.names import warn_of_missing_input_scales
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.checkpoints.wrappers import View
-from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS, ceil_to
 from nvfp4_tensor.quantization.names import some
 
 _HEADER, _MARKER = "_quantization_metadata", "comfy_quant"
 _NVFP4, _FULL_PRECISION, _SHAPE = "nvfp4", "full_precision_matrix_mult", "shape"
 _ROWS = 16
-_PARTS = ("weight_scale", "weight_scale_2", "input_scale", _MARKER)
 
 
-def swap_nibbles(codes: Tensor) -> Tensor:
-    """Swap the nibbles of each byte, uint8 of any shape."""
-    return codes >> 4 | codes << 4
+def _swizzled_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return ceil_to(shape[0], TILE_ROWS), ceil_to(ceil_to(shape[1], BLOCK) // BLOCK, TILE_COLUMNS)
 
 
-class ComfyUI(SafetensorsFormat):
+class ComfyUI(TableFormat):
     """ComfyUI's format."""
 
     name = "comfy"
+    layout = Layout(
+        keys={
+            "qdata": "{name}",
+            "scale": "{stem}weight_scale",
+            "per_tensor_scale": "{stem}weight_scale_2",
+            "input_scale": "{stem}input_scale",
+            "marker": "{stem}comfy_quant",
+        },
+        swizzled=_swizzled_shape,
+        row_multiple=_ROWS,
+        swaps_nibbles=True,
+        ranks=(2,),
+        names=r".*\.weight",
+    )
     is_file = True
     is_served = False
     reserved = (f".{_MARKER}", ".weight_scale_2")
@@ -69,94 +80,41 @@ class ComfyUI(SafetensorsFormat):
         return {}
 
     def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
-        info, markers = checkpoint.shards.info, _markers(checkpoint.shards)
-        checkpoint.quantization = markers
-        others = [f"{layer} ({marker.get('format')})" for layer, marker in markers.items() if not _is_plain(marker)]
-        if others:
-            raise ValueError(f"{checkpoint.path}: expected layers of format {_NVFP4}, found {some(others)}")
-        parts = {f"{layer}.{part}" for layer in markers for part in _PARTS}
-        lost = [layer for layer in markers if f"{layer}.weight" not in info]
-        if lost:
-            raise ValueError(f"{checkpoint.path}: markers name {some(lost)} as quantized, but they have no weight")
-        entries = {}
-        for name, each in info.items():
-            if name.endswith(".weight") and name.removesuffix(".weight") in markers:
-                entries[name] = self._linear_entry(checkpoint, name)
-            elif name not in parts:
-                entries[name] = Entry(shape=each.shape, dtype=each.dtype, shard=each.file.name)
+        entries = super().entries(checkpoint)
         warn_of_missing_input_scales(checkpoint.path, entries)
         return entries
 
-    def _linear_entry(self, checkpoint: FolderCheckpoint, name: str) -> Entry:
-        layer, info = name.removesuffix(".weight"), checkpoint.shards.info
-        marker = checkpoint.quantization[layer]
-        stored = info[name].shape
-        if len(stored) != 2:
-            raise ValueError(f"{info[name].file}: tensor {name}: expected uint8 (N, K / 2), found {info[name]}")
-        shape = _shape(marker, stored)
-        if (ceil_to(shape[0], _ROWS), ceil_to(shape[1], BLOCK) // 2) != stored and shape != (stored[0], 2 * stored[1]):
-            raise ValueError(
-                f"{info[name].file}: tensor {name}: expected codes of shape {list(shape)}, found {info[name]}"
-            )
-        checkpoint.expect(name, torch.uint8, stored, name)
-        checkpoint.expect(f"{layer}.weight_scale", torch.float8_e4m3fn, _scale_shape(*stored), name)
-        checkpoint.expect(f"{layer}.weight_scale_2", torch.float32, (), name)
-        activations = not marker.get(_FULL_PRECISION, False)
-        static = activations and f"{layer}.input_scale" in info
-        if static:
-            checkpoint.expect(f"{layer}.input_scale", torch.float32, (), name)
-        return Entry(
-            shape=shape,
-            dtype=torch.bfloat16,
-            quantized=True,
-            quantizes_activations=activations,
-            has_input_scale=static,
-            shard=info[name].file.name,
-        )
-
-    def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
-        layer, (rows, columns) = name.removesuffix(".weight"), entry.shape
-        blocks = ceil_to(columns, BLOCK) // BLOCK
-        codes, scale = tensors[name], tensors[f"{layer}.weight_scale"]
-        tiles = scale.view(*layout.scale_tiles(codes.shape[0], blocks * BLOCK), 32, TILE_COLUMNS * 4)
-        return LinearParts(
-            qdata=swap_nibbles(codes)[:rows],
-            scale=layout.unswizzle(tiles, rows, blocks),
-            per_tensor_scale=tensors[f"{layer}.weight_scale_2"],
-            columns=columns,
-            quantizes_activations=entry.quantizes_activations,
-            input_scale=tensors[f"{layer}.input_scale"] if entry.has_input_scale else None,
-        )
+    def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
+        markers = _markers(checkpoint.shards)
+        others = [
+            f"{layer} ({marker.get('format')})"
+            for layer, marker in markers.items()
+            if marker.get("format") != _NVFP4 or marker.get("convrot")  # rotated
+        ]
+        if others:
+            raise ValueError(f"{checkpoint.path}: expected layers of format {_NVFP4}, found {some(others)}")
+        info, schemes = checkpoint.shards.info, {}
+        if lost := [layer for layer in markers if f"{layer}.weight" not in info]:
+            raise ValueError(f"{checkpoint.path}: markers name {some(lost)} as quantized, but they have no weight")
+        for layer, marker in markers.items():
+            codes = info[f"{layer}.weight"]
+            shape = _logical_shape(marker, codes.shape)
+            if shape is not None and (ceil_to(shape[0], _ROWS), ceil_to(shape[1], BLOCK) // 2) != codes.shape:
+                where = f"{codes.file}: tensor {layer}.weight"
+                raise ValueError(f"{where}: expected codes of shape {list(shape)}, found {codes}")
+            activations = not marker.get(_FULL_PRECISION, False)
+            schemes[f"{layer}.weight"] = Scheme(activations=activations, dtype=torch.bfloat16, shape=shape)
+        return schemes
 
     def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
-        layer, (rows, half) = name.removesuffix(".weight"), parts.qdata.shape
-        scale = layout.swizzle(parts.scale)
-        marker = json.dumps(_marker(entry)).encode()
-        tensors = {
-            name: swap_nibbles(pad(parts.qdata, (0, 0, 0, ceil_to(rows, _ROWS) - rows))),
-            f"{layer}.weight_scale": scale.view(_scale_shape(rows, half)),
-            f"{layer}.weight_scale_2": parts.per_tensor_scale,
-            f"{layer}.{_MARKER}": torch.frombuffer(bytearray(marker), dtype=torch.uint8),
-        }
-        if parts.input_scale is not None:
-            tensors[f"{layer}.input_scale"] = parts.input_scale
-        return tensors
-
-    def check(self, checkpoint: Checkpoint) -> None:
-        check_writable(checkpoint, self.name, padded=True)
-        quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
-        if odd := [f"{n} {list(e.shape)}" for n, e in quantized.items() if len(e.shape) != 2 or 0 in e.shape]:
-            raise ValueError(f"ComfyUI supports quantized weights (N, K), not {some(odd)}")
-        if bare := [name for name in quantized if not name.endswith(".weight")]:
-            raise ValueError(f"ComfyUI supports only quantized parameters named .weight, not {some(bare)}")
+        marker = bytearray(json.dumps(_marker(entry)).encode())
+        key = self.layout.keys_of(name)["marker"]
+        return {**super().encode(name, parts, entry), key: torch.frombuffer(marker, dtype=torch.uint8)}
 
     def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
         entries = sorted(checkpoint.entries.items())
         layers = {name.removesuffix(".weight"): _marker(entry) for name, entry in entries if entry.quantized}
         return {"format": "pt", _HEADER: json.dumps({"format_version": "1.0", "layers": layers})}
-
-    def config_of(self, checkpoint: Checkpoint) -> None:
-        return None
 
     def write(
         self,
@@ -230,11 +188,6 @@ def _markers(shards: Shards) -> dict[str, dict[str, Any]]:
     return {layer: marker if isinstance(marker, dict) else {"format": marker} for layer, marker in found.items()}
 
 
-def _is_plain(marker: Mapping[str, Any]) -> bool:
-    """Return whether a marker is of NVFP4 without rotation."""
-    return marker.get("format") == _NVFP4 and not marker.get("convrot")
-
-
 def _marker(entry: Entry) -> dict[str, Any]:
     marker: dict[str, Any] = {"format": _NVFP4}
     if not entry.quantizes_activations:
@@ -244,13 +197,9 @@ def _marker(entry: Entry) -> dict[str, Any]:
     return marker
 
 
-def _shape(marker: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, ...]:
+def _logical_shape(marker: Mapping[str, Any], stored: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return the shape of a padded weight; None if its marker has none, or the stored one."""
     shape = marker.get(_SHAPE)
-    if isinstance(shape, list) and len(shape) == 2 and all(isinstance(size, int) for size in shape):
-        return tuple(shape)
-    return stored[0], 2 * stored[1]
-
-
-def _scale_shape(rows: int, half: int) -> tuple[int, int]:
-    """Return the shape of the swizzled scales for codes (rows, half)."""
-    return ceil_to(rows, TILE_ROWS), ceil_to(half * 2 // BLOCK, TILE_COLUMNS)
+    if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(size, int) for size in shape):
+        return None
+    return None if stored == (shape[0], shape[1] // 2) else (shape[0], shape[1])

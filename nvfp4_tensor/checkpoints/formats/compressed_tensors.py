@@ -16,142 +16,52 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
-from nvfp4_tensor.checkpoints.formats.modelopt import check_static
-from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, config_has
-from nvfp4_tensor.checkpoints.names import dense_linears, warn_of_mixed_groups, without_input_scale
-from nvfp4_tensor.checkpoints.parts import LinearParts
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
+from nvfp4_tensor.checkpoints.formats.table import Layout, Number, Scheme, TableFormat
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
+from nvfp4_tensor.checkpoints.names import dense_linears
 from nvfp4_tensor.numerics.layout import BLOCK
-from nvfp4_tensor.quantization.names import is_matched, some
+from nvfp4_tensor.quantization.names import is_matched
 
 PACKED = "nvfp4-pack-quantized"
-_FOREIGN = (
-    ".weight_scale", ".weight_global_scale", ".input_global_scale", ".input_scale", ".weight_zero_point",
-    ".input_zero_point", ".weight_shape",
-)  # fmt: skip
-"""Suffixes of tensors that belong to compressed weights."""
-_PARTS = ("weight_scale", "weight_global_scale", "input_global_scale")
 
 
-class CompressedTensors(SafetensorsFormat):
+class CompressedTensors(TableFormat):
     """compressed-tensors' format."""
 
     name = "compressed-tensors"
+    layout = Layout(
+        keys={
+            "qdata": "{stem}weight_packed",
+            "scale": "{stem}weight_scale",
+            "per_tensor_scale": "{stem}weight_global_scale",
+            "input_scale": "{stem}input_global_scale",
+        },
+        number=Number.DIVISOR,
+        number_shape=(1,),
+        ranks=(2,),
+        names=r".*\.weight",
+    )
+    config_keys = ("quantization_config", "compression_config")  # the second one is of earlier releases
+    is_static = True
     stores_divisors = True
-    reserved = (".weight_packed", *_FOREIGN)
-
-    def detect(self, path: Path) -> bool:
-        return config_has(path, _configuration)
+    reserved = (
+        ".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale", ".input_scale",
+        ".weight_zero_point", ".input_zero_point", ".weight_shape",
+    )  # fmt: skip
 
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-        found = _configuration(config)
-        if found is None:
-            raise ValueError(
-                f"{folder / 'config.json'}: expected a quantization_config with quant_method compressed-tensors, found "
-                "none"
-            )
-        config.pop("compression_config", None)
-        return _checked(folder / "config.json", found)
+        return _checked(folder / "config.json", super().quantization(folder, config))
 
-    def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
-        info = checkpoint.shards.info
-        modules = [name.removesuffix("weight_packed") for name in info if name.endswith(".weight_packed")]
-        parts = {f"{module}{part}" for module in modules for part in _PARTS}
-        entries = {}
-        for name, tensor in info.items():
-            if name.endswith(".weight_packed"):
-                entries[f"{name.removesuffix('_packed')}"] = self._linear_entry(checkpoint, name)
-            elif name not in parts:
-                entries[name] = Entry(shape=tensor.shape, dtype=tensor.dtype, shard=tensor.file.name)
-        if missing := without_input_scale(entries):
-            raise ValueError(
-                f"{checkpoint.path}: input_global_scale is missing for {some(missing)}, but other weights have one"
-            )
-        return entries
-
-    def _linear_entry(self, checkpoint: FolderCheckpoint, packed: str) -> Entry:
-        info, module = checkpoint.shards.info, packed.removesuffix("weight_packed")
-        if info[packed].dtype != torch.uint8 or len(info[packed].shape) != 2:
-            raise ValueError(f"{info[packed].file}: tensor {packed}: expected uint8 (N, K / 2), found {info[packed]}")
-        rows, half = info[packed].shape
-        checkpoint.expect(f"{module}weight_scale", torch.float8_e4m3fn, (rows, half * 2 // BLOCK), packed)
-        scheme = _scheme(checkpoint, packed.removesuffix(".weight_packed"))
-        if f"{module}weight_global_scale" in info or scheme["weights"].get("strategy") != "group":
-            _expect_divisor(checkpoint, f"{module}weight_global_scale", packed)
-        activations = scheme.get("input_activations") or {}
-        # "dynamic" is True if each call computes its amax. "local" refers only to block scales.
-        has_input_scale = bool(activations) and (
-            activations.get("dynamic") is not True or f"{module}input_global_scale" in info
-        )
-        if has_input_scale:
-            _expect_divisor(checkpoint, f"{module}input_global_scale", packed)
-        return Entry(
-            shape=(rows, half * 2),
-            dtype=checkpoint.dtype(),
-            quantized=True,
-            quantizes_activations=bool(activations),
-            has_input_scale=has_input_scale,
-            shard=info[packed].file.name,
-        )
-
-    def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
-        module = name.removesuffix("weight")
-        scale, divisor = _both(tensors.get(f"{module}weight_global_scale"))
-        input_scale, input_divisor = _both(tensors[f"{module}input_global_scale"] if entry.has_input_scale else None)
-        return LinearParts(
-            qdata=tensors[f"{module}weight_packed"],
-            scale=tensors[f"{module}weight_scale"],
-            per_tensor_scale=torch.ones((), dtype=torch.float32) if scale is None else scale,
-            columns=entry.shape[-1],
-            quantizes_activations=entry.quantizes_activations,
-            input_scale=input_scale,
-            divisor=divisor,
-            input_divisor=input_divisor,
-        )
-
-    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
-        module = name.removesuffix("weight")
-        tensors = {
-            f"{module}weight_packed": parts.qdata,
-            f"{module}weight_scale": parts.scale,
-            f"{module}weight_global_scale": parts.weight_divisor().reshape(1),
-        }
-        input_divisor = parts.activation_divisor()
-        if input_divisor is not None:
-            tensors[f"{module}input_global_scale"] = input_divisor.reshape(1)
-        for key in list(tensors)[2:]:
-            if not tensors[key].is_meta and not tensors[key].isfinite().all():
-                raise ValueError(
-                    f"{name}: its scale is too small for compressed-tensors, because {key} would be infinite"
-                )
-        return tensors
-
-    def check(self, checkpoint: Checkpoint) -> None:
-        super().check(checkpoint)
-        check_static(checkpoint, self.name)
-        warn_of_mixed_groups(checkpoint)
-        odd = [
-            name
-            for name, entry in checkpoint.entries.items()
-            if entry.quantized and (len(entry.shape) != 2 or not name.endswith(".weight"))
-        ]
-        if odd:
-            raise ValueError(f"compressed-tensors stores quantized weights (N, K) of modules, not {some(odd)}")
+    def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
+        packed = [name for name in checkpoint.shards.info if name.endswith(".weight_packed")]
+        return {name.removesuffix("_packed"): _scheme(checkpoint, name) for name in packed}
 
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any]:
         return quantization_config(checkpoint)
 
 
 FORMAT = CompressedTensors()
-
-
-def _configuration(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return quantization_config, or compression_config, its name in earlier releases; None if there is none."""
-    found = config.get("quantization_config") or config.get("compression_config")
-    return found if isinstance(found, dict) and found.get("quant_method") == "compressed-tensors" else None
 
 
 def _checked(file: Path, found: dict[str, Any]) -> dict[str, Any]:
@@ -179,36 +89,27 @@ def _is_nvfp4(group: Mapping[str, Any]) -> bool:
     )
 
 
-def _scheme(checkpoint: FolderCheckpoint, module: str) -> Mapping[str, Any]:
-    """Return the group of a module: the one that names it, or that of all linears."""
+def _scheme(checkpoint: FolderCheckpoint, packed: str) -> Scheme:
+    """Return what the group of a weight says: the one that names its module, or that of all linears."""
+    module = packed.removesuffix(".weight_packed")
     groups = [group for group in checkpoint.quantization["config_groups"].values() if _is_nvfp4(group)]
     named = [group for group in groups if is_matched(module, group.get("targets") or [])]
     general = [group for group in groups if "Linear" in (group.get("targets") or [])]
     found = named or general or (groups if len(groups) == 1 else [])
     if not found:
-        raise ValueError(
-            f"{checkpoint.path}: tensor {module}.weight_packed is in no config group of NVFP4 in config.json"
-        )
-    activations = found[0].get("input_activations")
+        raise ValueError(f"{checkpoint.path}: tensor {packed} is in no config group of NVFP4 in config.json")
+    activations = found[0].get("input_activations") or {}
     if activations and (activations.get("num_bits"), activations.get("type")) != (4, "float"):
         raise ValueError(
             f"{checkpoint.path}: {module}: expected input_activations of 4-bit floats or none, found "
             f"{activations.get('num_bits')}-bit {activations.get('type')}"
         )
-    return found[0]
-
-
-def _expect_divisor(checkpoint: FolderCheckpoint, key: str, owner: str) -> None:
-    info = checkpoint.shards.info.get(key)
-    checkpoint.expect(key, torch.float32, () if info is not None and not info.shape else (1,), owner)
-
-
-def _both(divisor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the factor 1 / divisor, and the divisor."""
-    if divisor is None:
-        return None, None
-    divisor = divisor.reshape(())
-    return divisor.reciprocal(), divisor
+    return Scheme(
+        activations=bool(activations),
+        scaled=found[0]["weights"].get("strategy") != "group",
+        # "dynamic" is True if each call computes its amax. "local" refers only to block scales.
+        static=bool(activations) and activations.get("dynamic") is not True,
+    )
 
 
 def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -13,7 +13,7 @@ number, as for a per-tensor scale of 1: :data:`AMAX_OF_ONE`. Mode "mxfp4" can be
 
 from __future__ import annotations
 
-import abc
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
-from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
-from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable, config_has
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
+from nvfp4_tensor.checkpoints.formats.mxfp4.folder import WithoutFactors
+from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
+from nvfp4_tensor.checkpoints.formats.table import Layout, Number, Scheme, TableFormat
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, parts_of, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import View
 from nvfp4_tensor.numerics.layout import BLOCK, E4M3_NAN
@@ -37,99 +39,55 @@ AMAX_OF_ONE = LARGEST
 _FIX = "Other modes are not supported: quantize the dense model by checkpoints.quantize with to='mlx'"
 
 _GROUPS = {"nvfp4": BLOCK, "mxfp4": MX_BLOCK}
+_KEYS = {"qdata": "{name}", "scale": "{stem}scales"}
 
 
-class MLX(SafetensorsFormat):
+class MLX(TableFormat):
     """MLX's format."""
 
     name = "mlx"
+    layout = Layout(
+        keys={**_KEYS, "per_tensor_scale": "{stem}global_scale"},
+        codes=torch.uint32,
+        scale=torch.uint8,
+        number=Number.AMAX,
+        names=r".*\.weight",
+    )
+    config_keys = ("quantization", "quantization_config")
     is_served = False
     reserved = (".scales", ".biases", ".global_scale")
 
-    def __init__(self, global_scale: bool = False) -> None:
+    def __init__(self, global_scale: bool = True) -> None:
         """global_scale: whether to write one. Files with and without one can be read."""
-        self._global_scale = global_scale
+        if not global_scale:
+            self.layout = dataclasses.replace(self.layout, keys=_KEYS)
 
-    def detect(self, path: Path) -> bool:
-        return config_has(path, _quantization)
+    def is_own(self, found: Mapping[str, Any]) -> bool:
+        return {"group_size", "bits"} <= set(found)
 
-    def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-        found = _quantization(config)
-        if found is None:
-            raise ValueError(
-                f"{folder / 'config.json'}: expected MLX's quantization (group_size, bits, mode), found none"
-            )
-        config.pop("quantization", None)
-        return found
-
-    def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
-        info = checkpoint.shards.info
-        quantized = [name for name in info if name.endswith(".weight") and _key(name, "scales") in info]
-        parts = {_key(name, part) for name in quantized for part in ("scales", "global_scale")}
+    def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
+        info, keys_of, schemes = checkpoint.shards.info, self.layout.keys_of, {}
         for name in info:
-            if name.endswith(".weight") and info[name].dtype == torch.uint32 and name not in quantized:
-                checkpoint.expect(_key(name, "scales"), torch.uint8, None, name)
-        for name in quantized:
-            _mode(checkpoint, name)  # before the check of biases, which are of mode affine, for a better message
-        if lonely := [n for n in info if n not in parts and n.endswith((".scales", ".biases", ".global_scale"))]:
+            if name.endswith(".weight") and (info[name].dtype == torch.uint32 or keys_of(name)["scale"] in info):
+                schemes[name] = Scheme(scaled=False, group=_GROUPS[_mode(checkpoint, name)])
+        parts = {key for name in schemes for key in keys_of(name).values()}
+        if lonely := [name for name in info if name not in parts and name.endswith(self.reserved)]:
             raise ValueError(
                 f"{checkpoint.path}: {some(lonely)} belong to no weight of mode nvfp4 or mxfp4: a weight is missing or "
                 f"has another mode. {_FIX}"
             )
-        own = [name for name in quantized if _key(name, "global_scale") in info]
-        if own and (missing := [name for name in quantized if name not in own]):
-            raise ValueError(f"{checkpoint.path}: {some(missing)} have no global_scale, but other weights do. {_FIX}")
-        return {
-            name: self._linear_entry(checkpoint, name)
-            if name in quantized
-            else Entry(shape=each.shape, dtype=each.dtype, shard=each.file.name)
-            for name, each in info.items()
-            if name not in parts
-        }
+        without = [name for name in schemes if keys_of(name)["per_tensor_scale"] not in info]
+        if 0 < len(without) < len(schemes):
+            raise ValueError(f"{checkpoint.path}: {some(without)} have no global_scale, but other weights do. {_FIX}")
+        return schemes
 
-    def _linear_entry(self, checkpoint: FolderCheckpoint, name: str) -> Entry:
-        info = checkpoint.shards.info
-        group = _GROUPS[_mode(checkpoint, name)]
-        *leading, words = info[name].shape
-        checkpoint.expect(name, torch.uint32, None, name)
-        checkpoint.expect(_key(name, "scales"), torch.uint8, (*leading, words * 8 // group), name)
-        if _key(name, "global_scale") in info and info[_key(name, "global_scale")].shape != (1,):
-            checkpoint.expect(_key(name, "global_scale"), torch.float32, (), name)
-        experts = len(leading) > 1 and group == MX_BLOCK  # one per-tensor scale for each
-        return Entry(
-            shape=(*leading, words * 8),
-            dtype=checkpoint.dtype(),
-            quantized=True,
-            scales=(leading[0], 1) if experts else (),
-            shard=info[name].file.name,
-        )
-
-    def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
-        codes, scales = tensors[name].view(torch.uint8), tensors[_key(name, "scales")]
-        if scales.shape[-1] * MX_BLOCK == entry.shape[-1]:
-            return parts_of_mxfp4(codes, scales)
-        amax = tensors.get(_key(name, "global_scale"))
-        if amax is not None and not (amax >= 0).all():
-            raise ValueError(f"expected a per-tensor scale (global_scale) that is not negative, found {amax.item()}")
-        return LinearParts(
-            qdata=codes,
-            scale=scales.view(torch.float8_e4m3fn),
-            per_tensor_scale=torch.ones((), dtype=torch.float32) if amax is None else amax.reshape(()) / LARGEST,
-            columns=entry.shape[-1],
-        )
-
-    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
-        tensors = {name: parts.qdata.view(torch.uint32), _key(name, "scales"): parts.scale.view(torch.uint8)}
-        if self._global_scale:
-            tensors[_key(name, "global_scale")] = parts.per_tensor_scale * LARGEST
-        return tensors
+    def read(self, path: Path) -> FolderCheckpoint:
+        return WithoutFactors(self, path)
 
     def check(self, checkpoint: Checkpoint) -> None:
-        check_writable(checkpoint, self.name, rows=not self._global_scale)
-        quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
-        if bare := [name for name in quantized if not name.endswith(".weight")]:
-            raise ValueError(f"MLX supports only quantized parameters named .weight, not {some(bare)}")
-        if self._global_scale and (experts := [name for name, entry in quantized.items() if entry.scales]):
+        super().check(checkpoint)
+        experts = [name for name, entry in checkpoint.entries.items() if entry.quantized and len(entry.scales) == 2]
+        if experts and "per_tensor_scale" in self.layout.keys:
             raise ValueError(f"MLX has one global_scale per weight, but these experts have one each: {some(experts)}")
 
     def has_scale(self, checkpoint: Checkpoint, name: str, options: dict[str, Any]) -> bool:
@@ -137,9 +95,6 @@ class MLX(SafetensorsFormat):
 
     def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
         return {"format": "mlx"}
-
-    def config_of(self, checkpoint: Checkpoint) -> None:
-        return None
 
     def files_of(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         """Return config.json with "quantization", which mlx-lm reads, and "quantization_config", its transformers
@@ -172,21 +127,10 @@ class MLX(SafetensorsFormat):
             warnings.warn("MLX does not quantize activations: their quantization is omitted", stacklevel=2)
         target = MLX(global_scale)
         target.check(checkpoint)
-        view = (_Global if global_scale else _Folded)(checkpoint, lossy)
-        super(MLX, target).write(view, path, progress=progress, **options)
+        super(MLX, target).write(_Represented(checkpoint, global_scale, lossy), path, progress=progress, **options)
 
 
 FORMAT = MLX()
-
-
-def _key(name: str, part: str) -> str:
-    return f"{name.removesuffix('weight')}{part}"
-
-
-def _quantization(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return MLX's quantization settings of config.json, or None."""
-    found = config.get("quantization", config.get("quantization_config"))
-    return found if isinstance(found, dict) and {"group_size", "bits"} <= set(found) else None
 
 
 def _mode(checkpoint: FolderCheckpoint, name: str) -> str:
@@ -209,62 +153,49 @@ def _mode(checkpoint: FolderCheckpoint, name: str) -> str:
     return str(mode)
 
 
-class _View(View):
-    """A checkpoint with weights that MLX can represent, exactly or approximately."""
+class _Represented(View):
+    """A checkpoint with weights that MLX can represent, exactly or approximately: with per-tensor scales that are a
+    float32 divided by 2688, or folded into block scales."""
 
-    def __init__(self, source: Checkpoint, lossy: bool) -> None:
+    def __init__(self, source: Checkpoint, global_scale: bool, lossy: bool) -> None:
         """
         Raises:
             ValueError: some weights cannot be represented exactly, and ``lossy`` is False.
         """
         super().__init__(source)
-        self._lossy = lossy
+        self._global_scale, self._lossy = global_scale, lossy
         quantized = [name for name, entry in self.entries.items() if entry.quantized]
         inexact = [] if lossy else [name for name in quantized if not self._is_exact(name)]
+        if inexact and global_scale:
+            raise ValueError(
+                f"MLX stores 2688 times the per-tensor scale, which no float32 is exactly for {some(inexact)}: pass "
+                "lossy=True, which changes the last bit"
+            )
         if inexact:
-            raise ValueError(self._message(some(inexact)))
+            raise ValueError(
+                f"MLX has no per-tensor scales, and those of {some(inexact)} cannot be folded into their block scales "
+                "exactly: quantize the dense weights by checkpoints.quantize with to='mlx' (which uses per-tensor "
+                "scales of 1), pass lossy=True, or pass global_scale=True for programs that read it"
+            )
+
+    def _is_exact(self, name: str) -> bool:
+        if not self._global_scale:
+            return folds_exactly(self.source, name)
+        scale = self.source.per_tensor_scale(name)
+        return bool((scale * LARGEST / LARGEST == scale).all())
 
     def identity(self) -> list[Any] | None:
         inner = super().identity()
-        return None if inner is None else [*inner, self._lossy]
+        return None if inner is None else [*inner, self._global_scale, self._lossy]
 
     def linear(self, name: str) -> LinearParts:
         parts = self.source.linear(name).replace(
             quantizes_activations=False, input_scale=None, input_divisor=None, input_amax=None
         )  # fmt: skip
-        return self._represented(parts)
+        return parts if self._global_scale else with_scale_of_one(parts)
 
     def per_tensor_scale(self, name: str) -> Tensor:
         return self.linear(name).per_tensor_scale
-
-    @abc.abstractmethod
-    def _is_exact(self, name: str) -> bool:
-        """Return whether MLX can represent this weight exactly."""
-
-    @abc.abstractmethod
-    def _represented(self, parts: LinearParts) -> LinearParts:
-        """Return the weight as MLX represents it."""
-
-    @abc.abstractmethod
-    def _message(self, names: str) -> str:
-        """Return the message for weights that cannot be represented exactly."""
-
-
-class _Folded(_View):
-    """A checkpoint with per-tensor scales folded into block scales."""
-
-    def _is_exact(self, name: str) -> bool:
-        return folds_exactly(self.source, name)
-
-    def _represented(self, parts: LinearParts) -> LinearParts:
-        return with_scale_of_one(parts)
-
-    def _message(self, names: str) -> str:
-        return (
-            f"MLX has no per-tensor scales, and those of {names} cannot be folded into their block scales exactly: "
-            "quantize the dense weights by checkpoints.quantize with to='mlx' (which uses per-tensor scales of 1), "
-            "pass lossy=True, or pass global_scale=True for programs that read it"
-        )
 
 
 def folds_exactly(checkpoint: Checkpoint, name: str) -> bool:
@@ -295,20 +226,3 @@ def folded(parts: LinearParts) -> Tensor | None:
     result = product.float().to(torch.float8_e4m3fn)
     nan = parts.scale.view(torch.uint8) >= E4M3_NAN
     return result if ((result.double() == product) | nan).all() else None
-
-
-class _Global(_View):
-    """A checkpoint with per-tensor scales that are a float32 divided by 2688."""
-
-    def _is_exact(self, name: str) -> bool:
-        scale = self.source.per_tensor_scale(name)
-        return bool((scale * LARGEST / LARGEST == scale).all())
-
-    def _represented(self, parts: LinearParts) -> LinearParts:
-        return parts
-
-    def _message(self, names: str) -> str:
-        return (
-            f"MLX stores 2688 times the per-tensor scale, which no float32 is exactly for {names}: pass lossy=True, "
-            "which changes the last bit"
-        )

@@ -9,110 +9,93 @@ the class and attributes of all tensors as JSON, and their names as ``tensor_nam
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
-from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable
+from nvfp4_tensor.checkpoints.formats.table import Layout, Scheme, TableFormat, method_of
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json, read_json
-from nvfp4_tensor.checkpoints.parts import LinearParts
-from nvfp4_tensor.numerics import layout
-from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
+from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, TILE_ROWS, scale_tiles
 from nvfp4_tensor.quantization.names import natural, some
 
 _CLASS, _DENSE = "NVFP4Tensor", "Tensor"
-_PARTS = ("qdata", "scale", "per_tensor_scale", "act_per_tensor_scale")
 
 
-def key_of(name: str, part: str) -> str:
-    """Return the name of a stored tensor: "m._weight_qdata" for "m.weight" and "qdata"."""
-    module, _, attribute = name.rpartition(".")
-    return f"{module}._{attribute}_{part}"
+def _swizzled_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of swizzled scales. Those of experts are separate."""
+    row_tiles, column_tiles = scale_tiles(*shape[-2:])
+    return (*shape[:-2], row_tiles * 32, column_tiles * 16)
 
 
-class TorchAO(SafetensorsFormat):
+class TorchAO(TableFormat):
     """torchao's format."""
 
     name = "torchao"
+    layout = Layout(
+        keys={
+            "qdata": "{module}._{attribute}_qdata",
+            "scale": "{module}._{attribute}_scale",
+            "per_tensor_scale": "{module}._{attribute}_per_tensor_scale",
+            "input_scale": "{module}._{attribute}_act_per_tensor_scale",
+        },
+        experts=(1, 1),
+        swizzled=_swizzled_shape,
+        names=r".*\..*",
+    )
 
     def detect(self, path: Path) -> bool:
         try:
             if path.is_dir() and (path / "config.json").exists():
-                return _method(read_json(path / "config.json")) == "torchao"
+                return method_of(read_json(path / "config.json")) == self.name
             return any(fields.get("_type") == _CLASS for fields in _described(Shards(path).metadata).values())
         except (ValueError, OSError):
             return False
 
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-        method = _method(config)
-        if method not in (None, "torchao"):
-            raise ValueError(f"{folder / 'config.json'}: expected quant_method torchao, found {method}")
-        found = config.get("quantization_config")
-        return found if isinstance(found, dict) else {}
+        if method_of(config) not in (None, self.name):
+            raise ValueError(f"{folder / 'config.json'}: expected quant_method torchao, found {method_of(config)}")
+        return {}
 
-    def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
-        info = checkpoint.shards.info
+    def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
         described = _described(checkpoint.shards.metadata)
         others = [f"{name} ({d.get('_type')})" for name, d in described.items() if d["_type"] not in (_CLASS, _DENSE)]
         if others:
             raise ValueError(f"{checkpoint.path}: expected tensors of torchao's NVFP4Tensor, found {some(others)}")
-        entries = {
-            name: _linear_entry(checkpoint, name, fields)
-            for name, fields in described.items()
-            if fields["_type"] == _CLASS
-        }
-        parts = {key_of(name, part) for name in entries for part in _PARTS}
-        for name in info:
-            if name not in parts:
-                entries[name] = Entry(shape=info[name].shape, dtype=info[name].dtype, shard=info[name].file.name)
-        if lost := [name for name in described if name not in entries]:
+        lost = [n for n, d in described.items() if d["_type"] == _DENSE and n not in checkpoint.shards.info]
+        if lost:
             raise ValueError(f"{checkpoint.path}: the headers describe {some(lost)}, but no file has them")
-        return entries
+        weights = {name: fields for name, fields in described.items() if fields["_type"] == _CLASS}
+        return {name: self._scheme(checkpoint, name, fields) for name, fields in weights.items()}
 
-    def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
-        *leading, columns = entry.shape
-        blocks = columns // BLOCK
-        scale = tensors[key_of(name, "scale")]
-        if scale.shape != (*leading, blocks):  # swizzled; the shapes always differ
-            rows = torch.Size(leading).numel()
-            scale = layout.unswizzle(scale.reshape(*layout.scale_tiles(rows, columns), 32, 16), rows, blocks)
-        per_tensor_scale = tensors.get(key_of(name, "per_tensor_scale"))
-        return LinearParts(
-            qdata=tensors[key_of(name, "qdata")],
-            scale=scale.reshape(*leading, blocks),
-            per_tensor_scale=torch.ones((), dtype=torch.float32)
-            if per_tensor_scale is None
-            else per_tensor_scale.reshape(entry.scales),
-            columns=columns,
-            quantizes_activations=entry.quantizes_activations,
-            input_scale=tensors[key_of(name, "act_per_tensor_scale")].reshape(()) if entry.has_input_scale else None,
+    def _scheme(self, checkpoint: FolderCheckpoint, name: str, fields: Mapping[str, Any]) -> Scheme:
+        """Return what the header says of a weight, and check that it lists the tensors that there are."""
+        info, keys, attributes = checkpoint.shards.info, self.layout.keys_of(name), fields["_data"]
+        start = len(keys["qdata"]) - len("qdata")
+        listed, stored = fields["_tensor_data_names"], [key[start:] for key in keys.values() if key in info]
+        if keys["qdata"] in info and sorted(listed) != sorted(stored):
+            raise ValueError(f"{checkpoint.path}: {name}: the header lists {listed}, found {stored}")
+        if attributes.get("block_size") != BLOCK:
+            found = attributes.get("block_size")
+            raise ValueError(f"{checkpoint.path}: {name}: expected block_size {BLOCK}, found {found}")
+        dtype = getattr(torch, str((attributes.get("orig_dtype") or {}).get("_data")), None)
+        if dtype not in HIGH_PRECISION_DTYPES:
+            raise ValueError(f"{checkpoint.path}: {name}: expected an orig_dtype, found {attributes.get('orig_dtype')}")
+        return Scheme(
+            activations=attributes.get("act_quant_kwargs") is not None,
+            scaled=False,
+            dtype=dtype,
+            swizzled=bool(attributes.get("is_swizzled_scales")),
         )
 
-    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
-        *leading, columns = entry.shape
-        swizzled = layout.swizzle(parts.scale.reshape(-1, columns // BLOCK))
-        tensors = {
-            key_of(name, "qdata"): parts.qdata,
-            key_of(name, "scale"): swizzled.reshape(_swizzled_shape(leading, columns)),
-            key_of(name, "per_tensor_scale"): parts.per_tensor_scale.reshape(
-                (*entry.scales, 1) if entry.scales else ()
-            ),
-        }
-        if parts.input_scale is not None:
-            tensors[key_of(name, "act_per_tensor_scale")] = parts.input_scale
-        return tensors
-
     def check(self, checkpoint: Checkpoint) -> None:
-        check_writable(checkpoint, self.name)
-        odd = [n for n, e in checkpoint.entries.items() if e.quantized and len(e.shape) > 2 and e.shape[-2] % 128]
+        super().check(checkpoint)
+        odd = [n for n, e in checkpoint.entries.items() if e.quantized and len(e.shape) > 2 and e.shape[-2] % TILE_ROWS]
         if odd:
-            raise ValueError(f"torchao's swizzled experts need rows in multiples of 128, unlike {some(odd)}")
-        if bare := [n for n, e in checkpoint.entries.items() if e.quantized and "." not in n]:
-            raise ValueError(f"torchao's keys need a module's name before the parameter's, unlike {some(bare)}")
+            raise ValueError(f"torchao's swizzled experts need rows in multiples of {TILE_ROWS}, unlike {some(odd)}")
 
     def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
         names = sorted(checkpoint.entries, key=natural)
@@ -134,11 +117,6 @@ class TorchAO(SafetensorsFormat):
 
 
 FORMAT = TorchAO()
-
-
-def _method(config: Mapping[str, Any]) -> object:
-    found = config.get("quantization_config")
-    return found.get("quant_method") if isinstance(found, dict) else None
 
 
 def _described(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -171,48 +149,3 @@ def _description(entry: Entry) -> dict[str, Any]:
     }
     static = ["act_per_tensor_scale"] if entry.has_input_scale else []
     return {"_type": _CLASS, "_data": attributes, "_tensor_data_names": ["per_tensor_scale", *static, "qdata", "scale"]}
-
-
-def _linear_entry(checkpoint: FolderCheckpoint, name: str, fields: Mapping[str, Any]) -> Entry:
-    """Return the entry of an NVFP4 weight, and check its tensors against the header."""
-    info, qdata, attributes = checkpoint.shards.info, key_of(name, "qdata"), fields["_data"]
-    if qdata not in info or info[qdata].dtype != torch.uint8 or len(info[qdata].shape) < 2:
-        found = info.get(qdata, "none")
-        raise ValueError(f"{checkpoint.path}: tensor {qdata}: expected uint8 (N, K / 2), found {found}")
-    listed, stored = fields["_tensor_data_names"], [part for part in _PARTS if key_of(name, part) in info]
-    if sorted(listed) != sorted(stored):
-        raise ValueError(f"{checkpoint.path}: {name}: the header lists {listed}, found {stored}")
-    if attributes.get("block_size") != BLOCK:
-        raise ValueError(
-            f"{checkpoint.path}: {name}: expected block_size {BLOCK}, found {attributes.get('block_size')}"
-        )
-    *leading, half = info[qdata].shape
-    dtype = getattr(torch, str((attributes.get("orig_dtype") or {}).get("_data")), None)
-    if dtype not in HIGH_PRECISION_DTYPES:
-        raise ValueError(f"{checkpoint.path}: {name}: expected an orig_dtype, found {attributes.get('orig_dtype')}")
-    swizzled = _swizzled_shape(leading, half * 2) if attributes.get("is_swizzled_scales") else (*leading, half // 8)
-    checkpoint.expect(key_of(name, "scale"), torch.float8_e4m3fn, swizzled, qdata)
-    activations = attributes.get("act_quant_kwargs") is not None
-    has_input_scale = activations and "act_per_tensor_scale" in stored
-    if has_input_scale:
-        checkpoint.expect(key_of(name, "act_per_tensor_scale"), torch.float32, (), qdata)
-    scales: tuple[int, ...] = ()
-    if (scale := info.get(key_of(name, "per_tensor_scale"))) is not None:
-        scales = (leading[0], 1) if len(leading) == 2 and scale.shape else ()
-        checkpoint.expect(key_of(name, "per_tensor_scale"), torch.float32, (*scales, 1) if scales else (), qdata)
-    return Entry(
-        shape=(*leading, half * 2),
-        dtype=dtype,
-        quantized=True,
-        quantizes_activations=activations,
-        has_input_scale=has_input_scale,
-        scales=scales,
-        shard=info[qdata].file.name,
-    )
-
-
-def _swizzled_shape(leading: Sequence[int], columns: int) -> tuple[int, ...]:
-    """Return the shape of swizzled scales (*leading, N, columns / 16). Those of experts are separate."""
-    *experts, rows = leading
-    row_tiles, column_tiles = layout.scale_tiles(rows, columns)
-    return (*experts, row_tiles * 32, column_tiles * 16)

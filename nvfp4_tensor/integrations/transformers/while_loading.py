@@ -16,7 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.logging import is_progress_bar_enabled
 
 from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
-from nvfp4_tensor.checkpoints.formats.dense import entries_of
+from nvfp4_tensor.checkpoints.formats.table import entries_of
 from nvfp4_tensor.checkpoints.io.safetensors import Shards
 from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig

@@ -146,7 +146,7 @@ def test_a_linear_of_no_group(w4a4):
     with pytest.raises(ValueError, match=r"proj\.weight_packed is in no config group"):
         checkpoints.read(w4a4)
     edit_json(w4a4 / "config.json", lambda config: config.pop("quantization_config"))
-    with pytest.raises(ValueError, match="expected a quantization_config with quant_method compressed-tensors"):
+    with pytest.raises(ValueError, match=r"compressed-tensors in config\.json, found none"):
         checkpoints.read(w4a4, "compressed-tensors")
 
 
@@ -178,7 +178,7 @@ def test_damaged_tensors_are_named(w4a4):
 def test_a_scale_that_has_no_finite_inverse(tmp_path):
     tensors = {"a.weight": torch.full((16, 32), 1e-38)}
     write_dense(tmp_path / "src", tensors)
-    with pytest.raises(ValueError, match=r"a\.weight: its scale is too small for compressed-tensors"):
+    with pytest.raises(ValueError, match=r"a\.weight: its scale is too small or too large for compressed-tensors"):
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", to="compressed-tensors", progress=False)
     assert not (tmp_path / "dst").exists()
     shutil.rmtree(tmp_path / "dst.partial")

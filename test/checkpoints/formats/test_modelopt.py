@@ -232,7 +232,7 @@ def test_a_folder_of_others_is_not_detected_as_it(tmp_path):
     assert checkpoints.detect(tmp_path / "src") == "dense"
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
     assert checkpoints.detect(tmp_path / "x.safetensors") == "dense"
-    with pytest.raises(ValueError, match="expected ModelOpt's configuration"):
+    with pytest.raises(ValueError, match=r"modelopt in hf_quant_config\.json or config\.json, found none"):
         checkpoints.read(tmp_path / "src", "modelopt")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         checkpoints.detect(tmp_path / "none")

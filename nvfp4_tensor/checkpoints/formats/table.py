@@ -1,0 +1,324 @@
+"""The tables by which safetensors formats store quantized weights, and the reader and writer of all of them.
+
+A format is a :class:`TableFormat` with a :class:`Layout`. It finds the quantized weights of a folder (``schemes``) and
+says what config.json has. Where a table cannot say how it differs, it overrides ``decode`` or ``encode``.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
+from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable
+from nvfp4_tensor.checkpoints.io.safetensors import Shards, read_json
+from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups, without_input_scale
+from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
+from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS, ceil_to, scale_tiles, swizzle, unswizzle
+from nvfp4_tensor.quantization.names import some
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+class Number(enum.Enum):
+    """What is stored for a per-tensor scale and for an input scale: the factor, its inverse, or 2688 times it."""
+
+    FACTOR = enum.auto()
+    DIVISOR = enum.auto()
+    AMAX = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a format stores a weight (N, K), or experts (E, N, K).
+
+    Attributes:
+        keys: the names of qdata, scale, per_tensor_scale and input_scale, of those that it has, and of further tensors:
+            from the ``{name}`` of the weight, its ``{module}`` and ``{attribute}``, and its ``{stem}``, which is "m."
+            for "m.weight" and "m.w_" for "m.w".
+        codes: the dtype of codes. Each element has as many as fit, the first one in the lowest nibble.
+        scale: the dtype of block scales; their bytes are e4m3, or e8m0 for MXFP4.
+        number, number_shape: how the per-tensor scale and the input scale are stored. (1,) is also read as (), and ()
+            as (1,).
+        experts: the dimensions after E of the per-tensor scales of experts; None if they have one for all.
+        swizzled: the shape of swizzled block scales, by the weight's shape; None if they have the weight's order.
+        row_multiple: what rows are padded to; if it is not 1, columns are padded to a multiple of 16.
+        swaps_nibbles: whether the even element is in the high nibble.
+        ranks, names: the dimensions of weights that can be stored, and the pattern of their names.
+    """
+
+    keys: Mapping[str, str]
+    codes: torch.dtype = torch.uint8
+    scale: torch.dtype = torch.float8_e4m3fn
+    number: Number = Number.FACTOR
+    number_shape: Shape = ()
+    experts: Shape | None = None
+    swizzled: Callable[[Shape], Shape] | None = None
+    row_multiple: int = 1
+    swaps_nibbles: bool = False
+    ranks: Shape = (2, 3)
+    names: str = r".*"
+
+    def keys_of(self, name: str) -> dict[str, str]:
+        """Return the names of the tensors of a weight by what they are: qdata, scale and so on."""
+        module, _, attribute = name.rpartition(".")
+        stem = name.removesuffix("weight") if attribute == "weight" else f"{name}_"
+        fields = {"name": name, "module": module, "attribute": attribute, "stem": stem}
+        return {part: key.format(**fields) for part, key in self.keys.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """What the names, the configuration or the headers of a folder say of a quantized weight.
+
+    Attributes:
+        activations: whether products quantize the activations.
+        scaled, static: whether it must have a per-tensor scale, and an input scale. If not, it may.
+        dtype: what it decodes to; by default what config.json has.
+        shape, scale_shape: the logical shape, and that of the stored block scales, if the codes do not determine them.
+        swizzled: whether block scales are swizzled, if the layout has that order.
+        group: the number of elements of a block, 32 for MXFP4.
+    """
+
+    activations: bool = False
+    scaled: bool = True
+    static: bool = False
+    dtype: torch.dtype | None = None
+    shape: Shape | None = None
+    scale_shape: Shape | None = None
+    swizzled: bool = True
+    group: int = BLOCK
+
+
+class TableFormat(SafetensorsFormat):
+    """A format that stores weights as a table says.
+
+    Attributes:
+        layout: the table.
+        is_static: whether its readers need input scales for all W4A4 weights.
+        config_files, config_keys: where the configuration is, and its names in config.json.
+    """
+
+    layout: Layout
+    is_static: ClassVar[bool] = False
+    config_files: ClassVar[str] = "config.json"
+    config_keys: ClassVar[tuple[str, ...]] = ("quantization_config",)
+
+    def is_own(self, found: Mapping[str, Any]) -> bool:
+        """Return whether a configuration is of this format."""
+        return found.get("quant_method") == self.name
+
+    def configuration(self, folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the configuration of a folder with this config.json, or None."""
+        found = next((config[key] for key in self.config_keys if config.get(key)), None)
+        return found if isinstance(found, dict) and self.is_own(found) else None
+
+    def detect(self, path: Path) -> bool:
+        file = path / "config.json"
+        try:
+            return path.is_dir() and self.configuration(path, read_json(file) if file.is_file() else {}) is not None
+        except (ValueError, OSError):
+            return False
+
+    def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+        found = self.configuration(folder, config)
+        if found is None:
+            raise ValueError(
+                f"{folder}: expected the configuration of {self.name} in {self.config_files}, found "
+                f"{method_of(config) or 'none'}"
+            )
+        for key in self.config_keys:
+            config.pop(key, None)
+        return found
+
+    @abc.abstractmethod
+    def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
+        """Return the quantized weights of a folder by their names in a model.
+
+        Raises:
+            ValueError: the configuration, or a tensor without its weight, says that there is something else.
+        """
+
+    def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
+        schemes = self.schemes(checkpoint)
+        parts = {key for name in schemes for key in self.layout.keys_of(name).values()}
+        entries = {name: entry for name, entry in entries_of(checkpoint.shards).items() if name not in parts}
+        entries |= {name: self._entry(checkpoint, name, scheme) for name, scheme in schemes.items()}
+        if self.is_static and (missing := without_input_scale(entries)):
+            raise ValueError(
+                f"{checkpoint.path}: tensor {self.layout.keys_of(missing[0])['input_scale']} is missing: "
+                f"{some(missing)} have no input scale, but other weights do"
+            )
+        return entries
+
+    def _entry(self, checkpoint: FolderCheckpoint, name: str, scheme: Scheme) -> Entry:
+        layout, keys = self.layout, self.layout.keys_of(name)
+        owner, per_word = keys["qdata"], 2 * layout.codes.itemsize
+        codes = checkpoint.shards.info.get(owner)
+        if codes is None or codes.dtype != layout.codes or not (scheme.shape or len(codes.shape) in layout.ranks):
+            wanted = f"{str(layout.codes).removeprefix('torch.')} (N, K / {per_word})"
+            where = checkpoint.path if codes is None else codes.file
+            raise ValueError(f"{where}: tensor {owner}: expected {wanted}, found {codes or 'none'}")
+        shape = scheme.shape or (*codes.shape[:-1], codes.shape[-1] * per_word)
+        scale_shape = scheme.scale_shape or (*shape[:-1], shape[-1] // scheme.group)
+        if layout.swizzled is not None and scheme.swizzled:
+            scale_shape = layout.swizzled(shape)
+            if len(shape) == 3 and shape[1] % TILE_ROWS:
+                where = f"{codes.file}: tensor {owner}"
+                raise ValueError(f"{where}: expected experts with rows in multiples of {TILE_ROWS}, found {codes}")
+        checkpoint.expect(keys["scale"], layout.scale, scale_shape, owner)
+        experts = shape[:1] if len(shape) == 3 else ()
+        factor = self._number(checkpoint, keys, "per_tensor_scale", scheme.scaled, experts)
+        has_own = scheme.group == MX_BLOCK or (layout.experts is not None and bool(factor))
+        static = self._number(checkpoint, keys, "input_scale", scheme.static) if scheme.activations else None
+        return Entry(
+            shape=shape,
+            dtype=scheme.dtype or checkpoint.dtype(),
+            quantized=True,
+            quantizes_activations=scheme.activations,
+            has_input_scale=static is not None,
+            scales=(*experts, 1) if experts and has_own else (),
+            shard=codes.file.name,
+        )
+
+    def _number(
+        self, checkpoint: FolderCheckpoint, keys: Mapping[str, str], part: str, required: bool, experts: Shape = ()
+    ) -> Shape | None:
+        """Check a scale, and return its shape; None if there is none, and none is required."""
+        key = keys.get(part)
+        found = checkpoint.shards.info.get(key or "")
+        if key is None or (found is None and not required):
+            return None
+        shape: Shape = (1,) if found is not None and found.shape == (1,) else ()
+        if experts and self.layout.experts is not None and found is not None and found.shape:
+            shape = (*experts, *self.layout.experts)
+        checkpoint.expect(key, torch.float32, shape, keys["qdata"])
+        return shape
+
+    def config_of(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
+        return None
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
+        layout, keys = self.layout, self.layout.keys_of(name)
+        codes, scale = tensors[keys["qdata"]].view(torch.uint8), tensors[keys["scale"]]
+        *leading, columns = entry.shape
+        if layout.scale == torch.uint8 and scale.shape[-1] * MX_BLOCK == columns:
+            return parts_of_mxfp4(codes, scale)
+        blocks, rows = ceil_to(columns, BLOCK) // BLOCK, math.prod(leading)
+        if layout.row_multiple > 1:
+            codes = codes[:rows]
+        if layout.swizzled is not None and scale.shape == layout.swizzled(entry.shape):
+            scale = unswizzle(scale.reshape(*scale_tiles(rows, blocks * BLOCK), 32, 16), rows, blocks)
+        factor, divisor = self._factor(tensors.get(keys.get("per_tensor_scale", "")), entry.scales)
+        input_scale, input_divisor = None, None
+        if entry.has_input_scale:
+            input_scale, input_divisor = self._factor(tensors[keys["input_scale"]], ())
+        return LinearParts(
+            qdata=swap_nibbles(codes) if layout.swaps_nibbles else codes,
+            scale=scale.view(torch.float8_e4m3fn).reshape(*leading, blocks),
+            per_tensor_scale=factor,
+            columns=columns,
+            quantizes_activations=entry.quantizes_activations,
+            input_scale=input_scale,
+            divisor=divisor,
+            input_divisor=input_divisor,
+        )
+
+    def _factor(self, stored: Tensor | None, shape: Shape) -> tuple[Tensor, Tensor | None]:
+        """Return the factor that a stored number is, or 1, and the number if it is a divisor."""
+        if stored is None:
+            return torch.ones((), dtype=torch.float32), None
+        stored = stored.reshape(shape)
+        if self.layout.number is Number.DIVISOR:
+            return stored.reciprocal(), stored
+        return stored / LARGEST if self.layout.number is Number.AMAX else stored, None
+
+    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
+        layout, keys = self.layout, self.layout.keys_of(name)
+        codes, scale = parts.qdata, parts.scale
+        if layout.row_multiple > 1:
+            codes = pad(codes, (0, 0, 0, -len(codes) % layout.row_multiple))
+        if layout.swizzled is not None:
+            scale = swizzle(scale.reshape(-1, scale.shape[-1])).reshape(layout.swizzled(entry.shape))
+        tensors = {
+            keys["qdata"]: (swap_nibbles(codes) if layout.swaps_nibbles else codes).view(layout.codes),
+            keys["scale"]: scale.view(layout.scale),
+        }
+        factor, static = parts.per_tensor_scale, parts.input_scale
+        if layout.number is Number.DIVISOR:
+            factor, static = parts.weight_divisor(), parts.activation_divisor()
+        if layout.number is Number.AMAX:
+            factor = factor * LARGEST
+        for part, number in ("per_tensor_scale", factor), ("input_scale", static):
+            if number is None or part not in keys:
+                continue
+            if not number.is_meta and not number.isfinite().all():
+                raise ValueError(
+                    f"{name}: its scale is too small or too large for {self.name}, because {keys[part]} would be "
+                    "infinite"
+                )
+            shape = layout.number_shape
+            if part == "per_tensor_scale" and entry.scales and layout.experts is not None:
+                shape = (*entry.scales[:1], *layout.experts)
+            tensors[keys[part]] = number.reshape(shape)
+        return tensors
+
+    def check_names(self, checkpoint: Checkpoint) -> None:
+        super().check_names(checkpoint)
+        entries = checkpoint.entries
+        own = [key for name, e in entries.items() if e.quantized for key in self.layout.keys_of(name).values()]
+        if taken := [key for key in own if key in entries and not entries[key].quantized]:
+            raise ValueError(
+                f"{self.name} uses these names for scales of NVFP4 weights, but {some(taken)} are dense: rename them"
+            )
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        layout, entries = self.layout, checkpoint.entries
+        rows, padded = "per_tensor_scale" not in layout.keys, layout.row_multiple > 1
+        check_writable(checkpoint, self.name, rows=rows, padded=padded)
+        quantized = {name: entry for name, entry in entries.items() if entry.quantized}
+        odd = [
+            f"{name} {list(entry.shape)}"
+            for name, entry in quantized.items()
+            if len(entry.shape) not in layout.ranks or 0 in entry.shape or not re.fullmatch(layout.names, name)
+        ]
+        if odd:
+            shapes = " or (E, N, K)" if 3 in layout.ranks else ""
+            raise ValueError(
+                f"{self.name} stores NVFP4 weights (N, K){shapes} of modules, with names like m.weight, not {some(odd)}"
+            )
+        if self.is_static:
+            dynamic = [n for n, e in quantized.items() if e.quantizes_activations and not e.has_input_scale]
+            if dynamic:
+                raise ValueError(
+                    f"{some(dynamic)} quantize activations by the amax of each call, but {self.name} needs a static "
+                    "input scale: use calibrate(model, batches), or write only the weights with weight_only=True"
+                )
+            warn_of_mixed_groups(checkpoint)
+
+
+def entries_of(shards: Shards) -> dict[str, Entry]:
+    """Return the entries of tensors that are all dense."""
+    return {name: Entry(shape=info.shape, dtype=info.dtype, shard=info.file.name) for name, info in shards.info.items()}
+
+
+def swap_nibbles(codes: Tensor) -> Tensor:
+    """Swap the nibbles of each byte, uint8 of any shape."""
+    return codes >> 4 | codes << 4
+
+
+def method_of(config: Mapping[str, Any]) -> object:
+    """Return the quant_method of config.json, or None."""
+    found = config.get("quantization_config")
+    return found.get("quant_method") if isinstance(found, dict) else None
