@@ -39,9 +39,6 @@ def is_mask(name: str, shape: Sequence[int]) -> bool:
     return _MASKS.fullmatch(name) is not None and len(shape) in (0, 4)
 
 
-_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
 @dataclasses.dataclass(frozen=True)
 class GGUFArchitecture:
     """An architecture of llama.cpp and the transformers class that it corresponds to.
@@ -49,34 +46,29 @@ class GGUFArchitecture:
     Attributes:
         name: general.architecture in a GGUF file.
         model_type, model_class: the names in config.json.
+        modules: transformers' modules with parameters, those of layer 0 for all layers, and ``experts.up_proj`` for all
+            experts. Of these, the architecture has those that the package gguf knows of it.
         permutes: whether rows of q and k are stored in the order of llama.cpp's rotary embedding, which rotates
             adjacent rows.
         scales_ffn: whether llama.cpp multiplies by the per-tensor scales of the feed-forward weights. For qwen2 and
             others it reads them and does not use them (llama-cpp-python 0.3.36).
         experts: the module of a layer that has the experts, "" for a dense model.
-        modules: llama.cpp's names of modules of a layer that differ from the usual ones, by transformers' names; "" for
-            modules that the architecture does not have.
         norm_offset: what llama.cpp's weights of norms have added to transformers'.
         activation: the only hidden_act, or hidden_activation, that llama.cpp computes.
         biases: the modules of a layer that may have a bias; None for those that transformers knows.
-        layers: what names of layers start with. With another than the usual one, ``modules`` are all modules of a
-            layer.
-        outside: llama.cpp's names of the modules outside of layers, by transformers' names.
         settings: names of settings in config.json by the usual ones, for an architecture with others.
     """
 
     name: str
     model_type: str
     model_class: str
+    modules: tuple[str, ...]
     permutes: bool = False
     scales_ffn: bool = True
     experts: str = ""
-    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     norm_offset: float = 0.0
     activation: str = "silu"
     biases: tuple[str, ...] | None = None
-    layers: str = "model.layers."
-    outside: Mapping[str, str] = dataclasses.field(default_factory=lambda: _OUTSIDE)
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def ignores_scale(self, name: str) -> bool:
@@ -84,55 +76,58 @@ class GGUFArchitecture:
         return not self.scales_ffn and ".mlp." in name
 
 
-_POST_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
-_GEMMA_NORMS = _POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"}
-_WITHOUT_QK_NORMS = {"self_attn.q_norm": "", "self_attn.k_norm": ""}
+def _modules(*of_layer: str) -> tuple[str, ...]:
+    usual = ("model.embed_tokens", "model.norm", "lm_head")
+    return (*usual, *(f"model.layers.0.{module}" for module in (*_ATTENTION, *_NORMS, *of_layer)))
+
+
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_ATTENTION = (*_QKV, "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm")
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_FFN = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+_EXPERTS = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
+_MIXTRAL = ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{name}" for name in MIXTRAL_EXPERTS.values()))
+_USUAL = _modules(*_FFN)
+_GPT2 = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
 
 GGUF_ARCHITECTURES = (
-    GGUFArchitecture("llama", "llama", "LlamaForCausalLM", permutes=True),
-    GGUFArchitecture("llama", "mistral", "MistralForCausalLM", permutes=True),
-    GGUFArchitecture("qwen2", "qwen2", "Qwen2ForCausalLM", scales_ffn=False),
-    GGUFArchitecture("qwen3", "qwen3", "Qwen3ForCausalLM"),
-    GGUFArchitecture("llama", "mixtral", "MixtralForCausalLM", permutes=True, experts="block_sparse_moe"),
-    GGUFArchitecture("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", experts="mlp"),
+    GGUFArchitecture("llama", "llama", "LlamaForCausalLM", _USUAL, permutes=True),
+    GGUFArchitecture("llama", "mistral", "MistralForCausalLM", _USUAL, permutes=True),
+    GGUFArchitecture("qwen2", "qwen2", "Qwen2ForCausalLM", _USUAL, scales_ffn=False),
+    GGUFArchitecture("qwen3", "qwen3", "Qwen3ForCausalLM", _USUAL),
     GGUFArchitecture(
-        "gemma2", "gemma2", "Gemma2ForCausalLM", scales_ffn=False, norm_offset=1.0, activation="gelu_pytorch_tanh",
-        modules=_GEMMA_NORMS | _WITHOUT_QK_NORMS | {"lm_head": ""}, biases=_QKV,
+        "llama", "mixtral", "MixtralForCausalLM", _modules(*_MIXTRAL), permutes=True, experts="block_sparse_moe",
+    ),
+    GGUFArchitecture("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", _modules("mlp.gate", *_EXPERTS), experts="mlp"),
+    GGUFArchitecture(
+        "gemma2", "gemma2", "Gemma2ForCausalLM", _USUAL, scales_ffn=False, norm_offset=1.0,
+        activation="gelu_pytorch_tanh", biases=_QKV,
     ),
     GGUFArchitecture(
-        "gemma3", "gemma3_text", "Gemma3ForCausalLM", scales_ffn=False, modules=_GEMMA_NORMS, norm_offset=1.0,
+        "gemma3", "gemma3_text", "Gemma3ForCausalLM", _USUAL, scales_ffn=False, norm_offset=1.0,
         activation="gelu_pytorch_tanh", biases=_QKV,
     ),
     GGUFArchitecture(
         "phi3", "phi3", "Phi3ForCausalLM", scales_ffn=False, biases=(),
-        modules={"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up", "mlp.up_proj": "", "mlp.gate_proj": "",
-                 **dict.fromkeys(_QKV, ""), **_WITHOUT_QK_NORMS},
+        modules=tuple(name for name in _modules("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")
+                      if not name.endswith(_QKV)),
     ),
     GGUFArchitecture(
-        "smollm3", "smollm3", "SmolLM3ForCausalLM", permutes=True, scales_ffn=False, modules=_WITHOUT_QK_NORMS,
-        biases=_QKV,
+        "smollm3", "smollm3", "SmolLM3ForCausalLM", _USUAL, permutes=True, scales_ffn=False, biases=_QKV,
+    ),
+    GGUFArchitecture("olmo2", "olmo2", "Olmo2ForCausalLM", _USUAL, scales_ffn=False, biases=_QKV),
+    GGUFArchitecture(
+        "granite", "granite", "GraniteForCausalLM", _USUAL, permutes=True, scales_ffn=False,
+        biases=(*_QKV, "self_attn.o_proj", *_FFN),
     ),
     GGUFArchitecture(
-        "olmo2", "olmo2", "Olmo2ForCausalLM", scales_ffn=False, modules=_POST_NORMS | {"input_layernorm": ""},
-        biases=_QKV,
+        "gpt-oss", "gpt_oss", "GptOssForCausalLM", _modules("self_attn.sinks", "mlp.router", *_EXPERTS),
+        scales_ffn=False, experts="mlp", biases=(*_QKV, "self_attn.o_proj", "mlp.router", *_EXPERTS),
     ),
     GGUFArchitecture(
-        "granite", "granite", "GraniteForCausalLM", permutes=True, scales_ffn=False, modules=_WITHOUT_QK_NORMS,
-        biases=(*_QKV, "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    ),
-    GGUFArchitecture(
-        "gpt-oss", "gpt_oss", "GptOssForCausalLM", scales_ffn=False, experts="mlp",
-        modules={"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks",
-                 "mlp.router": "ffn_gate_inp", "mlp.gate": "", "block_sparse_moe.gate": "", **_WITHOUT_QK_NORMS},
-        biases=(*_QKV, "self_attn.o_proj", "mlp.router"),
-    ),
-    GGUFArchitecture(
-        "gpt2", "gpt2", "GPT2LMHeadModel", scales_ffn=False, activation="gelu_new", layers="transformer.h.",
-        outside={"transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
-                 "lm_head": "output"},
-        modules={"ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_2": "ffn_norm",
-                 "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+        "gpt2", "gpt2", "GPT2LMHeadModel", scales_ffn=False, activation="gelu_new",
+        modules=("transformer.wte", "transformer.wpe", "transformer.ln_f", "lm_head",
+                 *(f"transformer.h.0.{module}" for module in _GPT2)),
         settings={"num_hidden_layers": "n_layer", "max_position_embeddings": "n_positions", "hidden_size": "n_embd",
                   "intermediate_size": "n_inner", "num_attention_heads": "n_head", "hidden_act": "activation_function",
                   "layer_norm_eps": "layer_norm_epsilon"},

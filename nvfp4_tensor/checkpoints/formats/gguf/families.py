@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.architectures import GGUFArchitecture
-
-WINDOWED = ("gemma2", "gemma3", "gpt-oss")
-"""Architectures for which llama.cpp applies the sliding window."""
 
 ROPE_TYPES = {
     "gemma2": ("default",), "gemma3": ("default", "linear"), "phi3": ("default", "longrope"), "smollm3": ("default",),
@@ -27,22 +24,52 @@ ROPE_TYPES = {
 
 _GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 """The numbers of layers of the 27B models, for which llama.cpp scales attention by other sizes."""
-_PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
-"""Each layer of this number has full attention, the others have a sliding window."""
+PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
+"""The architectures for which llama.cpp applies the sliding window. Each layer of this number has full attention."""
 _SMOLLM3_PERIOD = 4
 """Each layer of this number has no rotary embedding."""
-_GRANITE = {
-    "attention_multiplier": "attention.scale",
-    "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale",
-    "logits_scaling": "logit_scale",
-}
 _LOCAL_THETA = 10000.0
 _REQUIRED = {
-    "gemma2": ("head_dim", "sliding_window"), "gemma3": ("head_dim", "sliding_window"), "smollm3": ("rope_theta",),
+    "gemma2": ("head_dim", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+    "gemma3": ("head_dim", "sliding_window"), "smollm3": ("rope_theta",),
     "gpt-oss": ("head_dim", "sliding_window", "rope_theta"),
 }  # fmt: skip
 """Settings whose defaults differ between families."""
+FIXED: dict[str, dict[str, Sequence[Any]]] = {
+    "qwen3moe": {"norm_topk_prob": (True,), "decoder_sparse_step": (None, 1), "mlp_only_layers": (None, [])},
+    "gemma2": {"tie_word_embeddings": (None, True), "use_bidirectional_attention": (None, False)},
+    "gemma3": {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (None, False)},
+    "smollm3": {"use_sliding_window": (None, False)},
+    "olmo2": {"tie_word_embeddings": (None, False)},
+    "gpt-oss": {
+        "swiglu_limit": (None, 7.0), "attention_bias": (None, True), "tie_word_embeddings": (None, False),
+        "use_bidirectional_attention": (None, False),
+    },
+    "gpt2": {
+        "scale_attn_weights": (None, True), "scale_attn_by_inverse_layer_idx": (None, False),
+        "add_cross_attention": (None, False),
+    },
+}  # fmt: skip
+"""The values of settings that llama.cpp computes; None for a missing one. The last one is its own."""
+_YARN = {"beta_fast": (None, 32.0), "beta_slow": (None, 1.0), "attention_factor": (None,), "mscale": (None,),
+         "mscale_all_dim": (None,)}  # fmt: skip
+_OWN: dict[str, dict[str, tuple[str, Callable[[Any], Any], Any]]] = {
+    "gemma2": {
+        "final_logit_softcapping": ("final_logit_softcapping", float, 30.0),
+        "attn_logit_softcapping": ("attn_logit_softcapping", float, 50.0),
+    },
+    "gemma3": {
+        "final_logit_softcapping": ("final_logit_softcapping", float, None),
+        "attn_logit_softcapping": ("attn_logit_softcapping", float, None),
+    },
+    "granite": {
+        "attention_multiplier": ("attention.scale", float, 1.0),
+        "embedding_multiplier": ("embedding_scale", float, 1.0),
+        "residual_multiplier": ("residual_scale", float, 1.0),
+        "logits_scaling": ("logit_scale", float, 1.0),
+    },
+}
+"""Settings of a family by their names in config.json: those in GGUF, their types, and what a missing one means."""
 
 
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -60,6 +87,12 @@ def decimal(value: Any) -> Any:
     return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
+def rope_type(config: dict[str, Any]) -> str:
+    """Return the type of rope scaling; "default" without any."""
+    rope = rope_of(config)
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
 def check_family(config: dict[str, Any], architecture: GGUFArchitecture) -> None:
     """Raise a ValueError if llama.cpp would compute something else with this configuration."""
     name, rope = architecture.name, rope_of(config)
@@ -67,95 +100,64 @@ def check_family(config: dict[str, Any], architecture: GGUFArchitecture) -> None
     for key in _REQUIRED.get(name, ()):
         if not given.get(key):  # transformers' default is another than the one here
             raise ValueError(f"config.json has no {key}, which llama.cpp needs for {name}")
-    if name in _PERIODS:
-        _check_window(config, name)
-    if name in _GEMMA_LAYERS:
-        _check_gemma(config, name)
-    if name == "gpt-oss":
-        _check_gpt_oss(config, name)
-    if name in ("phi3", "olmo2", "smollm3", "granite"):
-        heads, hidden = config.get("num_attention_heads") or 1, config.get("hidden_size", 0)
-        _expect(name, config, head_dim=(None, hidden // heads))
-    if name == "smollm3":
-        layers = config.get("num_hidden_layers", 0)
-        expected = [int((layer + 1) % _SMOLLM3_PERIOD != 0) for layer in range(layers)]
-        _expect(name, config, no_rope_layers=(None, expected), use_sliding_window=(None, False))
-        _expect(name, config, no_rope_layer_interval=(None, _SMOLLM3_PERIOD)) if not config.get(
-            "no_rope_layers"
-        ) else None
-        _expect(name, config, layer_types=(None, ["full_attention"] * layers))
-    if name == "olmo2":
-        _expect(name, config, tie_word_embeddings=(None, False))
-    if name == "gpt2":
-        _expect(name, config, scale_attn_weights=(None, True), scale_attn_by_inverse_layer_idx=(None, False))
-        _expect(name, config, add_cross_attention=(None, False))
-    if name == "granite":
-        for key in _GRANITE:
-            if config.get(key) == 0:
-                raise ValueError(f"llama.cpp takes {key} 0 of {name} for a missing one")
-
-
-def _check_window(config: dict[str, Any], name: str) -> None:
-    layers, period = config.get("num_hidden_layers", 0), _PERIODS[name]
-    kinds = ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
-    _expect(name, config, layer_types=(None, kinds), use_bidirectional_attention=(None, False))
-    if not config.get("layer_types"):
-        _expect(name, config, sliding_window_pattern=(None, period))
-
-
-def _check_gpt_oss(config: dict[str, Any], name: str) -> None:
-    rope = rope_of(config)
-    _expect(name, config, swiglu_limit=(None, 7.0), attention_bias=(None, True), tie_word_embeddings=(None, False))
-    if rope.get("rope_type") == "yarn":
-        _expect(name, rope, beta_fast=(None, 32.0), beta_slow=(None, 1.0), attention_factor=(None,))
-        _expect(name, rope, mscale=(None,), mscale_all_dim=(None,))
+    _expect(name, config, FIXED.get(name, {}))
+    _expect(name, config, _computed(config, name))
+    if name == "gpt-oss" and rope_type(config) == "yarn":
+        _expect(name, rope, _YARN)
         if rope.get("truncate") is False:
             warnings.warn(
                 "llama.cpp rounds the bounds of yarn's ramp, as with truncate true: a few frequencies differ",
                 stacklevel=2,
             )
+    if name == "granite":
+        for key in _OWN[name]:
+            if config.get(key) == 0:
+                raise ValueError(f"llama.cpp takes {key} 0 of {name} for a missing one")
 
 
-def _check_gemma(config: dict[str, Any], name: str) -> None:
-    layers = config.get("num_hidden_layers", 0)
-    if name == "gemma2":
-        _expect(name, config, tie_word_embeddings=(None, True))
-        if not config.get("attn_logit_softcapping") or not config.get("final_logit_softcapping"):
-            raise ValueError(f"llama.cpp supports {name} with attn_logit_softcapping and final_logit_softcapping only")
-    else:
-        _expect(name, config, attn_logit_softcapping=(None,))
-    by_heads = layers == _GEMMA_LAYERS[name]
-    size = config.get("head_dim") or 256
-    scalar = config["hidden_size"] // config["num_attention_heads"] if by_heads else size
-    found = config.get("query_pre_attn_scalar", 256)
-    if found != scalar:
-        raise ValueError(
-            f"llama.cpp supports {name} of {layers} layers with query_pre_attn_scalar {scalar}, not {found}"
-        )
+def _computed(config: dict[str, Any], name: str) -> dict[str, Sequence[Any]]:
+    """Return the values of settings that llama.cpp computes from others, as in :data:`FIXED`."""
+    layers, allowed = config.get("num_hidden_layers", 0), dict[str, Sequence[Any]]()
+    of_head = config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
+    if period := PERIODS.get(name):
+        slides = [(layer + 1) % period for layer in range(layers)]
+        allowed["layer_types"] = None, ["sliding_attention" if each else "full_attention" for each in slides]
+        if not config.get("layer_types"):
+            allowed["sliding_window_pattern"] = None, period
+    if name in _GEMMA_LAYERS:
+        scalar = of_head if layers == _GEMMA_LAYERS[name] else config["head_dim"]
+        allowed["query_pre_attn_scalar"] = (None, 256) if scalar == 256 else (scalar,)
+    if name in ("phi3", "olmo2", "smollm3", "granite"):
+        allowed["head_dim"] = None, of_head
+    if name == "smollm3":
+        allowed["no_rope_layers"] = None, _no_rope_layers(layers)
+        allowed["layer_types"] = None, ["full_attention"] * layers
+        if not config.get("no_rope_layers"):
+            allowed["no_rope_layer_interval"] = None, _SMOLLM3_PERIOD
+    return allowed
 
 
-def _expect(architecture: str, config: dict[str, Any], **allowed: Sequence[Any]) -> None:
+def _no_rope_layers(layers: int) -> list[int]:
+    return [int((layer + 1) % _SMOLLM3_PERIOD != 0) for layer in range(layers)]
+
+
+def _expect(architecture: str, config: dict[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None:
     for key, values in allowed.items():
         if config.get(key) not in values:
-            raise ValueError(f"llama.cpp supports {architecture} with {key} {values[-1]}, not {config[key]}")
+            raise ValueError(f"llama.cpp supports {architecture} with {key} {values[-1]}, not {config.get(key)}")
 
 
 def family_settings(
     config: dict[str, Any], architecture: GGUFArchitecture, head_dim: int
 ) -> dict[str, int | float | str]:
     """Return the keys and values of a family, without the architecture's prefix."""
+    name, rope, kind = architecture.name, rope_of(config), rope_type(config)
     settings: dict[str, int | float | str] = {}
-    name, rope = architecture.name, rope_of(config)
-    if name in WINDOWED:
+    if name in PERIODS:
         settings["attention.sliding_window"] = int(config["sliding_window"])
-        if config.get("final_logit_softcapping"):
-            settings["final_logit_softcapping"] = float(config["final_logit_softcapping"])
-    if name == "gpt-oss" and rope.get("rope_type") == "yarn":
-        settings |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"])}
-        original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"] / rope["factor"]
-        settings["rope.scaling.original_context_length"] = int(original)
-    if name == "gemma2":
-        settings["attn_logit_softcapping"] = float(config["attn_logit_softcapping"])
+    for key, (setting, cast, default) in _OWN.get(name, {}).items():
+        if value := config.get(key, default):
+            settings[setting] = cast(value)
     if name == "gemma3":
         local = (config.get("rope_parameters") or {}).get("sliding_attention", {})
         if local.get("rope_type", "default") != "default":
@@ -166,27 +168,21 @@ def family_settings(
         settings["rope.freq_base_swa"] = float(theta)
         if not (rope.get("rope_theta") or config.get("rope_theta")):
             settings["rope.freq_base"] = 1e6  # transformers' default for Gemma 3
-    if name == "gemma3" and rope.get("rope_type", rope.get("type")) == "linear":
-        settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    if kind in ("linear", "yarn"):
+        settings |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind == "yarn":
+        original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"] / rope["factor"]
+        settings["rope.scaling.original_context_length"] = int(original)
     if name == "phi3":
         part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         settings["rope.dimension_count"] = int(head_dim * part)
-        if is_longrope(config):
-            original = _original_length(config)
-            settings["rope.scaling.original_context_length"] = original
-            scaled = max(config["max_position_embeddings"] / original, 1.0)
-            usual = math.sqrt(1 + math.log(scaled) / math.log(original))
-            settings["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or usual)
-    if name == "granite":
-        for key, setting in _GRANITE.items():
-            settings[setting] = float(config.get(key, 1.0))
+    if kind == "longrope":
+        original = _original_length(config)
+        settings["rope.scaling.original_context_length"] = original
+        scaled = max(config["max_position_embeddings"] / original, 1.0)
+        usual = math.sqrt(1 + math.log(scaled) / math.log(original))
+        settings["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or usual)
     return settings
-
-
-def is_longrope(config: dict[str, Any]) -> bool:
-    """Return whether the rope scaling is Phi-3's for long texts."""
-    rope = rope_of(config)
-    return rope.get("rope_type", rope.get("type")) == "longrope"
 
 
 def _original_length(config: dict[str, Any]) -> int:
@@ -204,7 +200,7 @@ def long_and_short_factors(config: dict[str, Any], dimensions: int) -> dict[str,
     Raises:
         ValueError: config.json does not have a factor for each frequency.
     """
-    if not is_longrope(config):
+    if rope_type(config) != "longrope":
         return {}
     tensors = {}
     for name, key in (LONG, "long_factor"), (SHORT, "short_factor"):
@@ -235,54 +231,43 @@ def family_config(settings: dict[str, Any], architecture: GGUFArchitecture) -> d
         ValueError: the file has a setting of the family that transformers' configuration here has no field for.
     """
     name = architecture.name
-    size = settings.get("attention.key_length")
+    layers, size = int(settings["block_count"]), settings.get("attention.key_length")
     config: dict[str, Any] = {}
-    if name in WINDOWED:
-        layers, period = int(settings["block_count"]), _PERIODS[name]
-        pattern = settings.get("attention.sliding_window_pattern", period)
+    full = {"rope_type": "default", "rope_theta": decimal(settings.get("rope.freq_base", 10000.0))}
+    kind, factor = settings.get("rope.scaling.type", "linear"), settings.get("rope.scaling.factor", 0.0)
+    if name in PERIODS:
+        pattern = settings.get("attention.sliding_window_pattern", PERIODS[name])
         if isinstance(pattern, int):
             pattern = [layer % pattern < pattern - 1 for layer in range(layers)]
         config["sliding_window"] = int(settings.get("attention.sliding_window", 4096))
         config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in pattern]
     if name in _GEMMA_LAYERS:
-        layers = int(settings["block_count"])
-        capping = settings.get("final_logit_softcapping", 30.0 if name == "gemma2" else None)
-        by_heads = layers == _GEMMA_LAYERS[name]
-        heads = int(settings["embedding_length"]) // int(settings["attention.head_count"])
-        config |= {
-            "hidden_activation": architecture.activation,
-            "final_logit_softcapping": None if capping is None else decimal(capping),
-            "attn_logit_softcapping": None,
-            "query_pre_attn_scalar": heads if by_heads else int(size or heads),
-        }
-    if name == "gemma2":
-        config["attn_logit_softcapping"] = decimal(settings.get("attn_logit_softcapping", 50.0))
+        config["hidden_activation"] = architecture.activation
+    for key, (setting, _, default) in _OWN.get(name, {}).items():
+        value = settings.get(setting, default)
+        config[key] = None if value is None else decimal(value)
+    if name in _GEMMA_LAYERS:
+        of_head = int(settings["embedding_length"]) // int(settings["attention.head_count"])
+        config["query_pre_attn_scalar"] = of_head if layers == _GEMMA_LAYERS[name] else int(size or of_head)
     if name == "gemma3":
-        kind, factor = settings.get("rope.scaling.type", "linear"), settings.get("rope.scaling.factor", 0.0)
         if kind not in ("none", "linear"):
             raise ValueError(f"rope scaling of type {kind!r} is not supported for Gemma 3: expected linear")
-        full: dict[str, Any] = {"rope_type": "default", "rope_theta": decimal(settings.get("rope.freq_base", 10000.0))}
         if kind == "linear" and factor:
             full |= {"rope_type": "linear", "factor": decimal(factor)}
         local = {"rope_type": "default", "rope_theta": decimal(settings.get("rope.freq_base_swa", _LOCAL_THETA))}
         config["rope_parameters"] = {"sliding_attention": local, "full_attention": full}
     if name == "gpt-oss":
         config["num_local_experts"] = int(settings["expert_count"])
-        rope = {"rope_type": "default", "rope_theta": decimal(settings.get("rope.freq_base", 10000.0))}
-        if settings.get("rope.scaling.type") == "yarn":
+        if kind == "yarn":
             original = int(settings["rope.scaling.original_context_length"])
-            rope |= {"rope_type": "yarn", "factor": decimal(settings["rope.scaling.factor"])}
-            rope |= {"original_max_position_embeddings": original, "beta_fast": 32.0, "beta_slow": 1.0}
-        config |= {"rope_parameters": rope, "pad_token_id": None}
-    if name in ("phi3", "smollm3"):
+            full |= {"rope_type": "yarn", "factor": decimal(factor)}
+            full |= {"original_max_position_embeddings": original, "beta_fast": 32.0, "beta_slow": 1.0}
+        config["rope_parameters"] = full
+    if name in ("gpt-oss", "phi3", "smollm3"):
         config["pad_token_id"] = None  # the defaults of transformers lie outside of other vocabularies
-    if name == "phi3":
-        part = settings.get("rope.dimension_count")
-        if part and size and part != size:
-            config["partial_rotary_factor"] = decimal(part / size)
+    part = settings.get("rope.dimension_count")
+    if name == "phi3" and part and size and part != size:
+        config["partial_rotary_factor"] = decimal(part / size)
     if name == "smollm3":
-        layers = int(settings["block_count"])
-        config["no_rope_layers"] = [int((layer + 1) % _SMOLLM3_PERIOD != 0) for layer in range(layers)]
-    if name == "granite":
-        config |= {key: decimal(settings[setting]) for key, setting in _GRANITE.items() if setting in settings}
+        config["no_rope_layers"] = _no_rope_layers(layers)
     return config

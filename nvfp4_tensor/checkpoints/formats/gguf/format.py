@@ -26,13 +26,13 @@ from nvfp4_tensor.checkpoints.formats.gguf.experts import JoinedExperts, SplitEx
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
     FREQUENCIES,
     SCALING,
+    TensorNames,
     architecture_of,
     expert_of,
     rope_tensors,
     row_order,
     settings_of,
     tensor_sort_key,
-    to_gguf_name,
     written_scaling,
 )
 from nvfp4_tensor.checkpoints.formats.gguf.reading import NEEDS, PLAIN, VECTORS, WRITTEN, GGUFCheckpoint
@@ -119,6 +119,34 @@ class GGUF(Format):
         _Writer(checkpoint, path, dense.upper() if dense else None, tokenizer, lossy).run(progress)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the file: a weight, or that of all experts of a layer, which are alike.
+
+    Attributes:
+        name: its name in the file.
+        sources: the names in the checkpoint.
+        entry: the entry of the first one.
+        kind: the type, one of gguf.GGMLQuantizationType.
+    """
+
+    name: str
+    sources: list[str]
+    entry: Entry
+    kind: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape if expert_of(self.sources[0]) is None else (len(self.sources), *self.entry.shape)
+
+    @property
+    def scales(self) -> dict[str, str]:
+        """The names of the scales in the file: the per-tensor scale and the input scale, if it has them."""
+        kinds = {"per_tensor_scale": "scale"} if self.entry.quantized else {}
+        kinds |= {"input_scale": "input_scale"} if self.entry.has_input_scale else {}
+        return {part: f"{self.name.rpartition('.')[0]}.{kind}" for part, kind in kinds.items()}
+
+
 class _Writer:
     """Writes one file: first the header, then the tensors, with one tensor in memory at a time."""
 
@@ -128,18 +156,17 @@ class _Writer:
         if not checkpoint.config:
             raise ValueError(f"GGUF needs a transformers configuration, but {checkpoint.path or 'the model'} has none")
         self.architecture = architecture_of(checkpoint.config)
-        checkpoint = OfWholeModel(checkpoint, self.architecture.layers.partition(".")[0] + ".")
+        checkpoint = OfWholeModel(checkpoint, self.architecture.modules[0].partition(".")[0] + ".")
         checkpoint = with_conv1d_transposed(checkpoint)
         self.checkpoint, self.path, self.dense, self.lossy = checkpoint, path, dense, lossy
         self.settings = settings_of(checkpoint.config, self.architecture)
         self.rope = rope_tensors(checkpoint.config, self.settings)
         self.factors: dict[str, dict[str, Any]] = {}
         self.tensors = self._tensors()
-        for gguf_name, names in self.tensors.items():
-            for name in names:
-                self._check(name, checkpoint.entries[name])
-                self._order(name)
-            self._check_experts(gguf_name, names)
+        for tensor in self.tensors:
+            for name in tensor.sources:
+                self._check(name, checkpoint.entries[name], tensor.kind)
+            self._check_experts(tensor)
         self.tokenizer = self._own_tokenizer() if isinstance(tokenizer, str) and tokenizer == "own" else tokenizer
 
     def run(self, progress: bool) -> None:
@@ -157,23 +184,19 @@ class _Writer:
 
     def _write(self, writer: gguf.GGUFWriter, progress: bool) -> None:
         self._add_settings(writer)
-        add_tokenizer(writer, self.tokenizer, self.settings_int("vocab_size"))
-        plan = list(self._plan(writer))
+        add_tokenizer(writer, self.tokenizer, int(self.settings["vocab_size"]))
+        total = self._add_tensors(writer)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        total = sum(size for _, size in plan)
-        with tqdm(
-            total=total, desc=f"writing {self.path.name}", unit="B", unit_scale=True, disable=not progress
-        ) as bar:
-            for name, size in plan:
-                for data in self._data(name):
+        title = f"writing {self.path.name}"
+        with tqdm(total=total, desc=title, unit="B", unit_scale=True, disable=not progress) as bar:
+            for factors in self.rope.values():
+                writer.write_tensor_data(factors.numpy())
+            for tensor in self.tensors:
+                for data in self._quantized(tensor) if tensor.entry.quantized else [self._dense(tensor)]:
                     writer.write_tensor_data(data)
-                bar.update(size)
-
-    def settings_int(self, key: str) -> int:
-        """Return an integer setting."""
-        return int(self.settings[key])
+                    bar.update(data.nbytes)
 
     def _own_tokenizer(self) -> Any:
         source = self.checkpoint
@@ -192,70 +215,83 @@ class _Writer:
             return None
         return path
 
-    def _tensors(self) -> dict[str, list[str]]:
-        """Return by name in the file: the weight, or the weights of all experts in order."""
-        tensors: dict[str, list[str]] = {}
-        for name, entry in self.checkpoint.entries.items():
-            if name == "lm_head.weight" and self.checkpoint.config.get("tie_word_embeddings") and not entry.quantized:
+    def _tensors(self) -> list[_Tensor]:
+        """Return the tensors in the order of the file."""
+        config, entries, names = self.checkpoint.config, self.checkpoint.entries, TensorNames(self.architecture)
+        found: dict[str, list[str]] = {}
+        for name, entry in entries.items():
+            if name == "lm_head.weight" and config.get("tie_word_embeddings") and not entry.quantized:
                 continue  # llama.cpp uses the embedding
-            gguf_name = to_gguf_name(name, self.architecture)
-            if gguf_name is None or (expert_of(name) is not None and not self.architecture.experts):
+            gguf_name = names.in_file(name)
+            if gguf_name is None:
                 raise ValueError(
                     f"{name} is not a tensor of llama.cpp's {self.architecture.name}: remove it from the checkpoint"
                 )
-            tensors.setdefault(gguf_name, []).append(name)
-        untied = self.checkpoint.config.get("tie_word_embeddings") is False
-        if untied and "token_embd.weight" in tensors and "output.weight" not in tensors:
+            found.setdefault(gguf_name, []).append(name)
+        untied = config.get("tie_word_embeddings") is False
+        if untied and "token_embd.weight" in found and "output.weight" not in found:
             raise ValueError(
                 f"{self.checkpoint.path or 'the model'} has no lm_head.weight, and llama.cpp would use the embedding, "
                 "which config.json does not share: save the model with its output layer, or set tie_word_embeddings"
             )
-        in_order = sorted(tensors.items(), key=lambda item: tensor_sort_key(item[0]))
-        return {gguf_name: sorted(names, key=natural) for gguf_name, names in in_order}
+        tensors = []
+        for gguf_name in sorted(found, key=tensor_sort_key):
+            sources = sorted(found[gguf_name], key=natural)
+            entry = entries[sources[0]]
+            tensors.append(_Tensor(gguf_name, sources, entry, self._kind(gguf_name, entry)))
+        return tensors
 
-    def _check_experts(self, gguf_name: str, names: list[str]) -> None:
+    def _kind(self, gguf_name: str, entry: Entry) -> str:
+        """Return the type of a tensor. Vectors are float32, as llama.cpp requires; routers keep their dtype."""
+        if entry.quantized:
+            return "NVFP4"
+        if len(entry.shape) < 2 and entry.dtype in _STORED:
+            return "F32"
+        own = _STORED.get(entry.dtype, "")
+        return own if not own or self.dense is None or ".ffn_gate_inp." in gguf_name else self.dense
+
+    def _check_experts(self, tensor: _Tensor) -> None:
         """Raise a ValueError unless all experts of a layer exist and are alike, because they are stored as one
         tensor."""
-        experts = [expert_of(name) for name in names]
+        experts, entries = [expert_of(name) for name in tensor.sources], self.checkpoint.entries
         if experts == [None]:
             return
-        count = self.settings_int("expert_count")
+        count = int(self.settings["expert_count"])
         if experts != list(range(count)):
-            raise ValueError(f"{gguf_name} needs experts 0 to {count - 1}, from config.json, found {some(names)}")
-        first = self.checkpoint.entries[names[0]]
-        others = [n for n in names if dataclasses.replace(self.checkpoint.entries[n], shard=first.shard) != first]
+            raise ValueError(
+                f"{tensor.name} needs experts 0 to {count - 1}, from config.json, found {some(tensor.sources)}"
+            )
+        shard = tensor.entry.shard
+        others = [n for n in tensor.sources if dataclasses.replace(entries[n], shard=shard) != tensor.entry]
         if others:
             raise ValueError(
-                f"{gguf_name} stores all experts as one type, but {some(others)} differ from {names[0]} in shape, "
-                "dtype or quantization"
+                f"{tensor.name} stores all experts as one type, but {some(others)} differ from {tensor.sources[0]} in "
+                "shape, dtype or quantization"
             )
 
-    def _check(self, name: str, entry: Entry) -> None:
+    def _check(self, name: str, entry: Entry, kind: str) -> None:
+        self._order(name)
+        columns = entry.shape[-1] if entry.shape else 1
         if not entry.quantized:
             if entry.dtype not in _STORED:
                 raise ValueError(f"{name} is {entry.dtype}, but GGUF supports float32, float16 and bfloat16")
-            kind = self._dense_type(entry, to_gguf_name(name, self.architecture) or "")
-            if kind not in PLAIN and entry.shape[-1] % _DENSE_BLOCK:
-                raise ValueError(f"{name} has {entry.shape[-1]} columns, but {kind} needs a multiple of {_DENSE_BLOCK}")
+            if kind not in PLAIN and columns % _DENSE_BLOCK:
+                raise ValueError(f"{name} has {columns} columns, but {kind} needs a multiple of {_DENSE_BLOCK}")
             return
         if len(entry.shape) != 2:
             raise ValueError(f"{name} has shape {entry.shape}, but NVFP4 in GGUF needs matrices (N, K)")
-        if entry.shape[-1] % SUPER_BLOCK:
+        if columns % SUPER_BLOCK:
             raise ValueError(
-                f"{name} has {entry.shape[-1]} columns, but NVFP4 in GGUF needs a multiple of {SUPER_BLOCK}: leave it "
-                "dense with exclude=[...]"
+                f"{name} has {columns} columns, but NVFP4 in GGUF needs a multiple of {SUPER_BLOCK}: leave it dense "
+                "with exclude=[...]"
             )
         if entry.scales not in ((), (1,)):
             raise ValueError(
                 f"{name} has per-tensor scales {entry.scales}, but GGUF has only one: split joined linears first"
             )
-        if ".mlp." in name:
-            self._check_ffn(name)
-
-    def _check_ffn(self, name: str) -> None:
-        """Raise a ValueError for feed-forward weights with which llama.cpp computes wrong numbers or aborts."""
         bias = name.removesuffix("weight") + "bias"
-        if bias in self.checkpoint.entries and expert_of(name) is None and self.architecture.scales_ffn:
+        scaled = ".mlp." in name and self.architecture.scales_ffn
+        if scaled and bias in self.checkpoint.entries and expert_of(name) is None:
             raise ValueError(f"llama.cpp does not support NVFP4 feed-forward weights with a bias: leave {name} dense")
         if self.architecture.ignores_scale(name) and not (self.lossy or folds_exactly(self.checkpoint, name)):
             raise ValueError(
@@ -271,9 +307,10 @@ class _Writer:
         writer.add_type("model")
         writer.add_name(str(config.get("_name_or_path") or self.path.stem))
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        quantized = {gguf_name: self._entry(gguf_name) for gguf_name in self.tensors}
-        quantized = {gguf_name: entry for gguf_name, entry in quantized.items() if entry.quantized}
-        writer.add_file_type(self._file_type(bool(quantized)))
+        quantized = [tensor for tensor in self.tensors if tensor.entry.quantized]
+        matrices = (self._kind("", entry) for entry in self.checkpoint.entries.values() if len(entry.shape) > 1)
+        kind = "NVFP4" if quantized else next(matrices, "F32")
+        writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
         for key, value in self.settings.items():
             key = f"{self.architecture.name}.{key}"
             if isinstance(value, str):
@@ -282,116 +319,78 @@ class _Writer:
                 writer.add_float32(key, value)
             else:
                 writer.add_uint32(key, value)
-        for dtype, kind in VECTORS.items():  # they are float32 in the file, and get their dtype back when read
-            if names := [gguf_name for gguf_name in self.tensors if self._is_vector(gguf_name, dtype)]:
-                writer.add_array(kind, names)
+        for dtype, key in VECTORS.items():  # they are float32 in the file, and get their dtype back when read
+            vectors = [each.name for each in self.tensors if len(each.entry.shape) < 2 and each.entry.dtype == dtype]
+            if vectors:
+                writer.add_array(key, vectors)
         writer.add_uint32(WRITTEN, 1)
         if FREQUENCIES in self.rope:
             writer.add_string(SCALING, written_scaling(config))
         if quantized:  # which weights are multiplied by 4-bit activations, on hardware that supports it
-            values = [entry.quantizes_activations for entry in quantized.values()]
-            writer.add_array("general.tensor_extra.name", list(quantized))
-            writer.add_array("general.tensor_extra.prec_a4", values)
+            writer.add_array("general.tensor_extra.name", [tensor.name for tensor in quantized])
+            activations = [tensor.entry.quantizes_activations for tensor in quantized]
+            writer.add_array("general.tensor_extra.prec_a4", activations)
 
-    def _is_vector(self, gguf_name: str, dtype: torch.dtype) -> bool:
-        entry = self._entry(gguf_name)
-        return len(entry.shape) < 2 and entry.dtype == dtype
-
-    def _file_type(self, quantized: bool) -> gguf.LlamaFileType:
+    def _add_tensors(self, writer: gguf.GGUFWriter) -> int:
+        """Add every tensor to the header, in the order of the file, and return their size in bytes."""
         import gguf
 
-        matrices = (entry for entry in self.checkpoint.entries.values() if len(entry.shape) > 1)
-        kind = "NVFP4" if quantized else next((self._dense_type(entry) for entry in matrices), "F32")
-        return gguf.LlamaFileType.ALL_F32 if kind == "F32" else gguf.LlamaFileType[f"MOSTLY_{kind}"]
-
-    def _plan(self, writer: gguf.GGUFWriter) -> Iterator[tuple[str, int]]:
-        """Add every tensor to the header; yield (name, bytes) of all except scales, in the order of the file."""
-        import gguf
-
-        float32, types = np.dtype(np.float32), gguf.GGMLQuantizationType
-        for name, factors in self.rope.items():
-            writer.add_tensor_info(name, factors.shape, float32, 4 * factors.numel(), types.F32)
-            yield name, 4 * factors.numel()
-        for gguf_name, names in self.tensors.items():
-            entry = self._entry(gguf_name)
-            kind = types.NVFP4 if entry.quantized else types[self._dense_type(entry, gguf_name)]
-            block, size = gguf.GGML_QUANT_SIZES[kind]
-            shape = entry.shape if expert_of(names[0]) is None else (len(names), *entry.shape)
+        total, types = 0, gguf.GGMLQuantizationType
+        shapes = [(name, tuple(factors.shape), "F32") for name, factors in self.rope.items()]
+        for tensor in self.tensors:
+            shapes.append((tensor.name, tensor.shape, tensor.kind))
+            shapes += [(name, (len(tensor.sources),), "F32") for name in tensor.scales.values()]
+        for name, shape, kind in shapes:
+            block, size = gguf.GGML_QUANT_SIZES[types[kind]]
             nbytes = math.prod(shape) // block * size
-            writer.add_tensor_info(gguf_name, shape, float32, nbytes, kind)
-            for sidecar in self._sidecars(entry):
-                scale, many = f"{gguf_name.rpartition('.')[0]}.{sidecar}", len(names)
-                writer.add_tensor_info(scale, (many,), float32, 4 * many, types.F32)
-            yield gguf_name, nbytes
+            writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, types[kind])
+            total += nbytes
+        return total
 
-    def _entry(self, gguf_name: str) -> Entry:
-        """Return the entry of the weight, or of the first of its experts, which are alike."""
-        return self.checkpoint.entries[self.tensors[gguf_name][0]]
+    def _quantized(self, tensor: _Tensor) -> Iterator[np.ndarray]:
+        """Yield the blocks of a weight, then its scales."""
+        blocks: list[Tensor] = []
+        scales: dict[str, list[Tensor]] = {part: [] for part in tensor.scales}
+        for name in tensor.sources:
+            parts = self.checkpoint.linear(name)
+            if self.architecture.ignores_scale(name):
+                parts = with_scale_of_one(parts)
+            if nan_blocks(parts):
+                raise ValueError(f"{name} has {nan_blocks(parts)} NaN blocks, which llama.cpp reads as zeros")
+            if lost := lost_factors(parts, stores_divisors=False):
+                self.factors[name] = lost
+            for part, values in scales.items():
+                values.append(getattr(parts, part).reshape(1))
+            data, order = pack_blocks(parts.qdata, parts.scale), self._order(name)
+            blocks.append(data if order is None else data[order])
+        for tensors in (blocks, *scales.values()):
+            yield _joined(tensors).numpy()
 
-    def _dense_type(self, entry: Entry, gguf_name: str = "") -> str:
-        """Return the type of a dense tensor. Vectors are float32, as llama.cpp requires; routers keep their dtype."""
-        if len(entry.shape) < 2:
-            return "F32"
-        return _STORED[entry.dtype] if self.dense is None or ".ffn_gate_inp." in gguf_name else self.dense
+    def _dense(self, tensor: _Tensor) -> np.ndarray:
+        """Return the bytes of a dense tensor."""
+        import gguf
 
-    @staticmethod
-    def _sidecars(entry: Entry) -> list[str]:
-        if not entry.quantized:
-            return []
-        return ["scale", "input_scale"] if entry.has_input_scale else ["scale"]
-
-    def _data(self, gguf_name: str) -> Iterator[np.ndarray]:
-        """Yield the bytes of a tensor, then its scales."""
-        if gguf_name in self.rope:
-            yield self.rope[gguf_name].numpy()
-            return
-        names, entry = self.tensors[gguf_name], self._entry(gguf_name)
-        if not entry.quantized:
-            yield _stacked(self._rounded(name, entry, gguf_name) for name in names)
-            return
-        scales: dict[str, list[Tensor]] = {sidecar: [] for sidecar in self._sidecars(entry)}
-        yield _stacked(self._packed(name, scales) for name in names)
-        for values in scales.values():
-            yield torch.stack(values).view(-1).float().numpy()
-
-    def _packed(self, name: str, scales: dict[str, list[Tensor]]) -> np.ndarray:
-        """Return the blocks of a weight, and append its scales to ``scales``."""
-        parts = self.checkpoint.linear(name)
-        if self.architecture.ignores_scale(name):
-            parts = with_scale_of_one(parts)
-        if nan_blocks(parts):
-            raise ValueError(f"{name} has {nan_blocks(parts)} NaN blocks, which llama.cpp reads as zeros")
-        if lost := lost_factors(parts, stores_divisors=False):
-            self.factors[name] = lost
-        for sidecar, values in scales.items():
-            value = parts.per_tensor_scale if sidecar == "scale" else parts.input_scale
-            assert value is not None
-            values.append(value.reshape(1))
-        data, order = pack_blocks(parts.qdata, parts.scale), self._order(name)
-        return (data if order is None else data[order]).numpy()
+        arrays = []
+        for name in tensor.sources:
+            values, order = self.checkpoint.dense(name), self._order(name)
+            values = values if order is None else values[order]
+            if self.architecture.norm_offset and name.endswith("norm.weight"):
+                values = values.float() + self.architecture.norm_offset
+            if tensor.kind in PLAIN:
+                values = values.to(PLAIN[tensor.kind]).contiguous()
+                arrays.append(values.view(torch.int16) if tensor.kind == "BF16" else values)
+            else:
+                data = gguf.quants.quantize(values.float().numpy(), gguf.GGMLQuantizationType[tensor.kind])
+                arrays.append(torch.from_numpy(data))
+        return _joined(arrays).numpy()
 
     def _order(self, name: str) -> Tensor | None:
-        rows = self.checkpoint.entries[name].shape[0]
-        return row_order(name, rows, self.checkpoint.config, self.architecture)
-
-    def _rounded(self, name: str, entry: Entry, gguf_name: str) -> np.ndarray:
-        import gguf
-
-        values, order = self.checkpoint.dense(name), self._order(name)
-        values = values if order is None else values[order]
-        kind = self._dense_type(entry, gguf_name)
-        if self.architecture.norm_offset and name.endswith("norm.weight"):
-            values = values.float() + self.architecture.norm_offset
-        if kind in PLAIN:
-            values = values.to(PLAIN[kind]).contiguous()
-            return (values.view(torch.int16) if kind == "BF16" else values).numpy()
-        return gguf.quants.quantize(values.float().numpy(), gguf.GGMLQuantizationType[kind])
+        entry = self.checkpoint.entries[name]
+        return row_order(name, math.prod(entry.shape[:1]), self.checkpoint.config, self.architecture)
 
 
-def _stacked(arrays: Iterator[np.ndarray]) -> np.ndarray:
-    """Concatenate the arrays of all experts."""
-    all_arrays = list(arrays)
-    return all_arrays[0] if len(all_arrays) == 1 else np.concatenate(all_arrays)
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 FORMAT = GGUF()

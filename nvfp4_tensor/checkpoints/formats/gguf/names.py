@@ -14,39 +14,21 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.architectures import GGUF_ARCHITECTURES, GGUFArchitecture
 from nvfp4_tensor.checkpoints.formats.gguf.families import (
+    FIXED,
+    PERIODS,
     ROPE_TYPES,
-    WINDOWED,
     check_family,
     decimal,
     family_config,
     family_settings,
     long_and_short_factors,
     rope_of,
+    rope_type,
 )
 from nvfp4_tensor.checkpoints.io.safetensors import parse_json
 
-_LAYER_MODULES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-}
-_EXPERT_MODULES = {
-    "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
-    "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
-}  # fmt: skip
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
-_STACKED = re.compile(r"blk\.(\d+)\.(ffn_(?:gate|up|down)_exps)\.(weight|bias)")
-_KINDS = ("weight", "bias")
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
 FREQUENCIES = "rope_freqs.weight"
 """The tensor with the frequency factors of rope scaling of type llama3."""
 SCALING = "nvfp4_tensor.rope_scaling"
@@ -73,15 +55,6 @@ _EXPERT_SETTINGS: dict[str, dict[str, tuple[str, Callable[[Any], Any]]]] = {
     },
 }
 """By :attr:`GGUFArchitecture.experts`."""
-_ALWAYS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-"""The only values of these settings of qwen3_moe that llama.cpp's qwen3moe supports."""
-_DEFAULTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
-
-
-def expert_modules(architecture: GGUFArchitecture) -> dict[str, str]:
-    """Return the names of an expert's weights in transformers checkpoints, by llama.cpp's names."""
-    mixtral = architecture.experts == "block_sparse_moe"
-    return {gguf: name for name, gguf in _EXPERT_MODULES.items() if name.startswith("w") == mixtral}
 
 
 def architecture_of(config: dict[str, Any]) -> GGUFArchitecture:
@@ -104,13 +77,9 @@ def architecture_of(config: dict[str, Any]) -> GGUFArchitecture:
         raise ValueError(
             f"llama.cpp supports {architecture.name} with {key} {architecture.activation}, not {config[key]!r}"
         )
-    if architecture.name == "qwen3moe":
-        found = {name: config.get(name) or _DEFAULTS[name] for name in _ALWAYS}
-        if others := [f"{name} {found[name]}" for name, value in _ALWAYS.items() if found[name] != value]:
-            raise ValueError(f"llama.cpp supports {architecture.name} with {_ALWAYS}, not with {', '.join(others)}")
     check_family(config, architecture)
     window, length = config.get("sliding_window"), config.get("max_position_embeddings", 0)
-    if architecture.name not in WINDOWED and window and window < length and config.get("use_sliding_window", True):
+    if architecture.name not in PERIODS and window and window < length and config.get("use_sliding_window", True):
         warnings.warn(f"llama.cpp attends to all tokens, not only to the last {window}", stacklevel=2)
     return architecture
 
@@ -129,84 +98,66 @@ def architecture_named(name: str, experts: bool = False) -> GGUFArchitecture:
 # --- names of tensors ------------------------------------------------------------------------------------------------
 
 
-def to_gguf_name(name: str, architecture: GGUFArchitecture | None = None) -> str | None:
-    """Return "blk.0.attn_q.weight" for "model.layers.0.self_attn.q_proj.weight"; None if llama.cpp has no such tensor.
+class TensorNames:
+    """The names of an architecture's tensors in transformers' checkpoints and in GGUF files, by the package gguf."""
 
-    architecture: by default one with the usual names, such as Llama's.
+    def __init__(self, architecture: GGUFArchitecture) -> None:
+        import gguf
 
-    All experts of a layer have the same name: "blk.0.ffn_up_exps.weight" for
-    "model.layers.0.mlp.experts.3.up_proj.weight".
-    """
-    found = _EXPERT.fullmatch(name)
-    if found is not None and found[3] in _EXPERT_MODULES:
-        return f"blk.{found[1]}.{_EXPERT_MODULES[found[3]]}.{found[4]}"
-    if architecture is None:
-        architecture = GGUF_ARCHITECTURES[0]
-    if architecture.modules.get(name.rpartition(".")[0]) == "":  # Gemma 2 has no output layer
-        return None
-    module, _, kind = name.removeprefix(architecture.layers).partition(".")[2].rpartition(".")
-    if kind == "bias" and architecture.biases is not None and module not in architecture.biases:
-        return None
-    return _translated(name, (architecture.layers, "blk."), architecture.outside, _layer_modules(architecture))
+        kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+        found = gguf.get_tensor_name_map(kinds[architecture.name], 1)
+        names = {module: found.get_name(module) for module in architecture.modules}
+        self._biases = architecture.biases
+        self._theirs = {module: name for module, name in names.items() if name is not None}
+        self._ours = {name: module for module, name in self._theirs.items()}
+
+    def in_file(self, name: str) -> str | None:
+        """Return "blk.0.attn_q.weight" for "model.layers.0.self_attn.q_proj.weight"; None if there is no such tensor.
+
+        All experts of a layer have the same name: "blk.0.ffn_up_exps.weight" for
+        "model.layers.0.mlp.experts.3.up_proj.weight".
+        """
+        module, _, kind = name.rpartition(".")
+        module, layer = _EXPERT.sub("", module), _LAYER.search(name)
+        if kind == "bias" and self._biases is not None and not module.endswith(self._biases):
+            return None
+        found = self._theirs.get(_LAYER.sub("0", module, count=1))
+        return None if found is None or kind not in ("weight", "bias") else f"{_with_layer(found, layer)}.{kind}"
+
+    def in_model(self, name: str, experts: int = 0) -> list[str]:
+        """Invert :meth:`in_file`: return one name, or the names of all experts, or none if the tensor is unknown."""
+        module, _, kind = name.rpartition(".")
+        found = self._ours.get(_LAYER.sub("0", module, count=1))
+        if found is None or kind not in ("weight", "bias"):
+            return []
+        found = f"{_with_layer(found, _LAYER.search(name))}.{kind}"
+        if ".experts." not in found:
+            return [found]
+        return [found.replace(".experts.", f".experts.{expert}.") for expert in range(experts)]
 
 
-def _layer_modules(architecture: GGUFArchitecture) -> dict[str, str]:
-    """Return llama.cpp's names of the modules of a layer, by transformers' names."""
-    if architecture.layers != "model.layers.":
-        return dict(architecture.modules)
-    usual = {name: gguf for name, gguf in _LAYER_MODULES.items() if gguf != "ffn_gate_inp" or architecture.experts}
-    return {name: gguf for name, gguf in (usual | dict(architecture.modules)).items() if gguf}
+def _with_layer(name: str, layer: re.Match[str] | None) -> str:
+    return name if layer is None else _LAYER.sub(layer[0], name, count=1)
 
 
 def expert_of(name: str) -> int | None:
     """Return 3 for "model.layers.0.mlp.experts.3.up_proj.weight"; None if the weight is not of an expert."""
-    found = _EXPERT.fullmatch(name)
-    return None if found is None else int(found[2])
-
-
-def from_gguf_name(name: str, architecture: GGUFArchitecture, experts: int = 0) -> list[str]:
-    """Invert :func:`to_gguf_name`: return one name, or the names of all experts, or none if the tensor is unknown."""
-    found = _STACKED.fullmatch(name)
-    if found is not None and architecture.experts:
-        layer, module = f"model.layers.{found[1]}.{architecture.experts}", expert_modules(architecture)[found[2]]
-        return [f"{layer}.experts.{expert}.{module}.{found[3]}" for expert in range(experts)]
-    modules = {gguf: each for each, gguf in _layer_modules(architecture).items()}
-    if architecture.experts and "mlp.router" not in architecture.modules:
-        modules["ffn_gate_inp"] = f"{architecture.experts}.gate"
-    outside = {gguf: each for each, gguf in architecture.outside.items()}
-    translated = _translated(name, ("blk.", architecture.layers), outside, modules)
-    return [] if translated is None else [translated]
-
-
-def _translated(
-    name: str, layers: tuple[str, str], modules: Mapping[str, str], layer_modules: dict[str, str]
-) -> str | None:
-    """Translate a name with ``modules`` outside of layers and ``layer_modules`` within them; None if it has neither."""
-    module, _, kind = name.rpartition(".")
-    head, _, rest = module.removeprefix(layers[0]).partition(".")
-    if kind not in _KINDS:
-        return None
-    if module in modules:
-        return f"{modules[module]}.{kind}"
-    if module.startswith(layers[0]) and head.isdecimal() and rest in layer_modules:
-        return f"{layers[1]}{head}.{layer_modules[rest]}.{kind}"
-    return None
+    found = _EXPERT.search(name)
+    return None if found is None else int(found[1])
 
 
 _ORDER = (
     "token_embd", "position_embd", "attn_norm", "attn_q", "attn_k", "attn_v", "attn_qkv", "attn_output",
-    "attn_q_norm", "attn_k_norm", "attn_sinks",
-    "post_attention_norm", *_LAYER_MODULES.values(), *_EXPERT_MODULES.values(), "post_ffw_norm", "output_norm",
-    "output",
+    "attn_q_norm", "attn_k_norm", "attn_sinks", "post_attention_norm", "ffn_gate", "ffn_up", "ffn_down", "ffn_norm",
+    "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "post_ffw_norm", "output_norm", "output",
 )  # fmt: skip
-_RANKS = {module: rank for rank, module in enumerate(dict.fromkeys(_ORDER))}
 
 
 def tensor_sort_key(gguf_name: str) -> tuple[float, int, str]:
     """Return a sort key for tensors: the order of a forward pass, with q, k and v adjacent."""
     parts = gguf_name.split(".")
     layer = int(parts[1]) if parts[0] == "blk" else -1 if parts[0] in ("token_embd", "position_embd") else math.inf
-    return layer, _RANKS[parts[-2]], parts[-1]
+    return layer, _ORDER.index(parts[-2]), parts[-1]
 
 
 # --- the order of rows -----------------------------------------------------------------------------------------------
@@ -273,7 +224,7 @@ def settings_of(config: dict[str, Any], architecture: GGUFArchitecture) -> dict[
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     settings["rope.dimension_count"] = settings["attention.key_length"] = settings["attention.value_length"] = head_dim
     settings["rope.freq_base"] = float(rope_of(config).get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind, scaled = _rope_type(config), ROPE_TYPES.get(architecture.name, ("default", "llama3"))
+    kind, scaled = rope_type(config), ROPE_TYPES.get(architecture.name, ("default", "llama3"))
     if kind not in scaled:
         raise ValueError(
             f"rope scaling of type {kind!r} is not supported in GGUF for {architecture.name}: expected "
@@ -295,7 +246,7 @@ def config_of(settings: dict[str, Any], architecture: GGUFArchitecture, tied: bo
         raise ValueError(f"the file has no {', '.join(f'{architecture.name}.{key}' for key in missing)}")
     config = {name: decimal(settings[key]) for name, (key, _) in names.items()}
     if architecture.name == "qwen3moe":
-        config |= _ALWAYS
+        config |= {key: values[-1] for key, values in FIXED["qwen3moe"].items()}
     if own := architecture.settings:
         read = {name: value for name, value in config.items() if name != "num_key_value_heads"}
         read |= {"hidden_act": architecture.activation, "tie_word_embeddings": tied}
@@ -319,15 +270,10 @@ def config_of(settings: dict[str, Any], architecture: GGUFArchitecture, tied: bo
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def _rope_type(config: dict[str, Any]) -> str:
-    rope = rope_of(config)
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
 def frequency_factors(config: dict[str, Any], head_dim: int) -> Tensor | None:
     """Return the divisors of rotary frequencies, float32 (head_dim / 2,), for rope scaling of type llama3; else
     None."""
-    if _rope_type(config) != "llama3":
+    if rope_type(config) != "llama3":
         return None
     rope = _LLAMA_3 | rope_of(config)
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)

@@ -20,9 +20,9 @@ from nvfp4_tensor.checkpoints.formats.gguf.families import LONG, SHORT, longrope
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
     FREQUENCIES,
     SCALING,
+    TensorNames,
     architecture_named,
     config_of,
-    from_gguf_name,
     row_order,
     scaling_of,
 )
@@ -71,6 +71,7 @@ class GGUFCheckpoint(Checkpoint):
             name = self._value("general.architecture")
             self._experts = int(self._value(f"{name}.expert_count", 0))
             self._architecture = architecture_named(name, self._experts > 0)
+            self._names = TensorNames(self._architecture)
             prefix = name + "."
             settings = {
                 key.removeprefix(prefix): field.contents()
@@ -98,7 +99,7 @@ class GGUFCheckpoint(Checkpoint):
             self._factors = read_factors(path)
             self.entries = {name: self._entry(*location) for name, location in self._locations.items()}
             warn_of_missing_input_scales(path, self.entries)
-            for name in from_gguf_name("token_embd.weight", self._architecture):
+            for name in self._names.in_model("token_embd.weight"):
                 if name in self.entries:
                     self.config["dtype"] = str(self.entries[name].dtype).removeprefix("torch.")
             for name, entry in self.entries.items():
@@ -194,7 +195,7 @@ class GGUFCheckpoint(Checkpoint):
         unknown = []
         for name, tensor in self._tensors.items():
             stem, _, kind = name.rpartition(".")
-            names = from_gguf_name(name, self._architecture, self._experts)
+            names = self._names.in_model(name, self._experts)
             stacked = len(tensor.shape) == 3 or (len(tensor.shape) == 2 and name.endswith("_exps.bias"))
             if stacked and names and len(names) != tensor.shape[-1]:
                 raise ValueError(f"{name} has {tensor.shape[-1]} experts, expected {self._experts}")

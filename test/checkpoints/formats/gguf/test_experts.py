@@ -97,8 +97,8 @@ def test_what_cannot_be_written(tmp_path, kind, tensors):
         ({}, {"num_experts_per_tok": None}, "no num_experts_per_tok"),
     ]
     if kind == "qwen3_moe":
-        cases.append(({}, {"norm_topk_prob": False}, "not with norm_topk_prob False"))
-        cases.append(({}, {"mlp_only_layers": [0]}, r"not with mlp_only_layers \[0\]"))
+        cases.append(({}, {"norm_topk_prob": False}, "norm_topk_prob True, not False"))
+        cases.append(({}, {"mlp_only_layers": [0]}, r"mlp_only_layers \[\], not \[0\]"))
     for changes, settings, message in cases:
         changed = {name: t for name, t in (tensors | changes).items() if t is not None}
         with pytest.raises(ValueError, match=message):

@@ -121,7 +121,7 @@ REFUSED = {
     "Gemma2": [
         ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar 32, not 64"),
         ({"layer_types": ["full_attention"] * 4}, "with layer_types"),
-        ({"final_logit_softcapping": None}, "attn_logit_softcapping and final_logit_softcapping only"),
+        ({"final_logit_softcapping": None}, "has no final_logit_softcapping, which llama.cpp needs for gemma2"),
         ({"hidden_activation": "silu"}, "hidden_activation gelu_pytorch_tanh, not 'silu'"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings True"),
     ],

@@ -9,7 +9,7 @@ from helpers.checkpoints import write_gguf as write
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT
-from nvfp4_tensor.checkpoints.formats.gguf.names import to_gguf_name
+from nvfp4_tensor.checkpoints.formats.gguf.names import TensorNames
 
 gguf = pytest.importorskip("gguf")
 
@@ -208,8 +208,9 @@ def test_foreign_files_raise_an_error(tmp_path):
 
 
 def test_strange_tensors_raise_an_error(tmp_path, tensors, monkeypatch):
-    other = lambda name, *rest: "blk.0.output.weight" if name == DOWN else to_gguf_name(name)  # noqa: E731
-    monkeypatch.setattr("nvfp4_tensor.checkpoints.formats.gguf.format.to_gguf_name", other)
+    usual = TensorNames.in_file
+    other = lambda self, name: "blk.0.output.weight" if name == DOWN else usual(self, name)  # noqa: E731
+    monkeypatch.setattr(TensorNames, "in_file", other)
     FORMAT.write(InMemory(tensors, TINY), tmp_path / "a.gguf", progress=False, tokenizer=None)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM does not have the tensors blk\.0\.output\.weight"):
         FORMAT.read(tmp_path / "a.gguf")
