@@ -1,11 +1,10 @@
 """compressed-tensors: our folders read by its package and by transformers, and its folders read by us."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, assert_refused, edit, edit_json, write_dense
+from helpers.checkpoint_folders import GOLDEN, edit, edit_json, write_dense
 from safetensors.torch import load_file
 
 from nvfp4_tensor import checkpoints
@@ -138,50 +137,6 @@ def test_mixed_groups(w4a4, tmp_path):
     assert checkpoints.read(tmp_path / "again").entries == entries
     written = quantization(tmp_path / "again")["config_groups"]
     assert [Q_PROJ in written[name]["targets"] for name in ("group_0", "group_1")] == [True, False]
-
-
-def test_a_linear_of_no_group(w4a4):
-    groups = {f"group_{i}": group(w4a4, targets=[f"re:.*{name}.*"]) for i, name in enumerate(("mlp", "k_proj"))}
-    change_quantization(w4a4, lambda q: q.update(config_groups=groups))
-    with pytest.raises(ValueError, match=r"proj\.weight_packed is in no config group"):
-        checkpoints.read(w4a4)
-    edit_json(w4a4 / "config.json", lambda config: config.pop("quantization_config"))
-    with pytest.raises(ValueError, match=r"compressed-tensors in config\.json, found none"):
-        checkpoints.read(w4a4, "compressed-tensors")
-
-
-CONFIGS = {
-    "bits": (lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=8), "expected a config group of 4-bit"),
-    "group_size": (lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=32), "with group_size 16"),
-    "transform": (lambda q: q.update(transform_config={"config_groups": {"R1": {}}}), "transform_config rotates"),
-    "sparsity": (lambda q: q.update(sparsity_config={"format": "sparse-24-bitmask"}), "found sparsity sparse-24"),
-    "activations": (
-        lambda q: q["config_groups"]["group_0"]["input_activations"].update(num_bits=8),
-        "expected input_activations of 4-bit floats or none, found 8-bit float",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CONFIGS)
-def test_other_configurations_raise_an_error(w4a4, case):
-    change, message = CONFIGS[case]
-    change_quantization(w4a4, change)
-    with pytest.raises(ValueError, match=message):
-        checkpoints.read(w4a4)
-
-
-def test_damaged_tensors_are_named(w4a4):
-    packed = {f"{Q_PROJ}.weight_packed": torch.zeros(64, 8, dtype=torch.int32)}
-    assert_refused(w4a4, lambda t: t.update(packed), r"weight_packed: expected uint8 \(N, K / 2\), found I32 \[64, 8\]")
-
-
-def test_a_scale_that_has_no_finite_inverse(tmp_path):
-    tensors = {"a.weight": torch.full((16, 32), 1e-38)}
-    write_dense(tmp_path / "src", tensors)
-    with pytest.raises(ValueError, match=r"a\.weight: its scale is too small or too large for compressed-tensors"):
-        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", to="compressed-tensors", progress=False)
-    assert not (tmp_path / "dst").exists()
-    shutil.rmtree(tmp_path / "dst.partial")
 
 
 def test_a_sidecar_that_does_not_fit_changes_nothing(w4a4):

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, assert_refused, content, dense_tensors, edit, edit_json, write_dense
+from helpers.checkpoint_folders import GOLDEN, dense_tensors, edit_json, write_dense
 from helpers.checkpoints import InMemory, same_parts
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, checkpoints, quantize, quantize_experts
+from nvfp4_tensor import QuantizeSpec, checkpoints, quantize, quantize_experts
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.formats.modelopt import format_for
 
@@ -62,29 +62,20 @@ def test_modelopts_codes_are_ours(w4a4):
     assert changed <= parts.qdata.numel() // 50  # a block whose largest element was rounded down chooses anew
 
 
-def flat(folder):
-    """config.json alone."""
-    (folder / "hf_quant_config.json").unlink()
+FORMS = {
+    "config.json alone": lambda folder, ours, file: None,
+    "hf_quant_config.json alone, as of older releases": lambda folder, ours, file: (
+        ours.pop("quantization_config"), (folder / "hf_quant_config.json").write_text(json.dumps(file))),
+    "the form of the file in config.json": lambda folder, ours, file: (
+        ours.update(quantization_config={"quant_method": "modelopt", **file})),
+}  # fmt: skip
 
 
-def legacy(folder):
-    """hf_quant_config.json alone, as older releases wrote it."""
-    edit_json(folder / "config.json", lambda config: config.pop("quantization_config"))
-
-
-def nested(folder):
-    """config.json with the other file's form in it."""
-    flat = json.loads((folder / "hf_quant_config.json").read_text())
-    edit_json(
-        folder / "config.json", lambda config: config.update(quantization_config={"quant_method": "modelopt", **flat})
-    )
-    (folder / "hf_quant_config.json").unlink()
-
-
-@pytest.mark.parametrize("form", [flat, legacy, nested])
-def test_forms_of_the_configuration(golden, tmp_path, form):
-    before = checkpoints.read(golden).entries
-    form(golden)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_the_configuration(golden, form):
+    before, file = checkpoints.read(golden).entries, json.loads((golden / "hf_quant_config.json").read_text())
+    (golden / "hf_quant_config.json").unlink()
+    edit_json(golden / "config.json", lambda config: FORMS[form](golden, config, file))
     assert checkpoints.detect(golden) == "modelopt"
     assert checkpoints.read(golden).entries == before
 
@@ -98,77 +89,18 @@ def test_nvfp4_without_activations_in_any_group_is_weight_only(w4a4):
     assert entries[f"{Q_PROJ}.weight"].quantized and not any(entry.quantizes_activations for entry in entries.values())
 
 
-def mixed(folder, **layers):
-    """MIXED_PRECISION in config.json, with those layers in place of what they are."""
-    names = [
-        name.removesuffix(".weight") for name, entry in checkpoints.read(folder).entries.items() if entry.quantized
-    ]
-    quantized = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in names} | layers
-
-    def change(config):
-        config["quantization_config"].update(quant_algo="MIXED_PRECISION", quantized_layers=quantized, config_groups={})
-
-    edit_json(folder / "config.json", change)
-    return names
-
-
 def test_mixed_precision(w4a4, tmp_path):
-    mixed(w4a4, **{Q_PROJ: {"quant_algo": "W4A16_NVFP4", "group_size": 16}})
+    kinds = {name.removesuffix(".weight"): "NVFP4" for name, e in checkpoints.read(w4a4).entries.items() if e.quantized}
+    layers = {name: {"quant_algo": kind, "group_size": 16} for name, kind in (kinds | {Q_PROJ: "W4A16_NVFP4"}).items()}
+    changes = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "config_groups": {}}
+    edit_json(w4a4 / "config.json", lambda config: config["quantization_config"].update(changes))
     entries = checkpoints.read(w4a4).entries
     weight_only = [name for name, entry in entries.items() if entry.quantized and not entry.quantizes_activations]
     assert weight_only == [f"{Q_PROJ}.weight"] and not entries["lm_head.weight"].quantized
     checkpoints.convert(w4a4, tmp_path / "dst", to="modelopt", progress=False)
     config = json.loads((tmp_path / "dst/hf_quant_config.json").read_text())["quantization"]
-    assert config["quant_algo"] == "MIXED_PRECISION"
-    assert config["quantized_layers"][Q_PROJ] == {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    assert config["quant_algo"] == "MIXED_PRECISION" and config["quantized_layers"] == layers
     assert checkpoints.read(tmp_path / "dst").entries == entries
-
-
-def test_mixed_precision_names_every_layer_and_is_nvfp4(w4a4):
-    mixed(w4a4, **{Q_PROJ: {"quant_algo": "FP8"}})
-    with pytest.raises(ValueError, match=r"q_proj \(FP8\)"):
-        checkpoints.read(w4a4)
-    edit_json(w4a4 / "config.json", lambda config: config["quantization_config"]["quantized_layers"].pop(Q_PROJ))
-    with pytest.raises(ValueError, match=rf"tensor {Q_PROJ}\.weight is NVFP4 .* not in quantized_layers"):
-        checkpoints.read(w4a4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"quant_algo": "FP8"}, "expected ModelOpt's quant_algo NVFP4.* found FP8"),
-        ({"quant_algo": "NVFP4_AWQ"}, "expected ModelOpt's quant_algo NVFP4.* found NVFP4_AWQ"),
-        ({"quant_algo": None}, "expected ModelOpt's quant_algo NVFP4.* found None"),
-        ({"group_size": 32}, r"expected group_size 16, found \[32\]"),
-    ],
-)
-def test_other_algorithms_raise_an_error(w4a4, changes, message):
-    edit_json(w4a4 / "config.json", lambda config: config["quantization_config"].update(changes))
-    with pytest.raises(ValueError, match=message):
-        checkpoints.read(w4a4)
-
-
-DAMAGES = {
-    "shape": (
-        lambda t: t.update({f"{Q_PROJ}.weight_scale": t[f"{Q_PROJ}.weight_scale"][:, :3].clone()}),
-        rf"safetensors: tensor {Q_PROJ}\.weight_scale: expected float8_e4m3fn \[64, 4\], found F8_E4M3 \[64, 3\]",
-    ),
-    "input": (
-        lambda t: t.update({f"{Q_PROJ}.input_scale": torch.ones(3)}),
-        r"input_scale: expected float32 \[\], found F32 \[3\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_tensors_are_named(w4a4, damage):
-    assert_refused(w4a4, *DAMAGES[damage])
-
-
-def test_one_number_may_have_a_dimension(w4a4):
-    edit(w4a4, lambda t: t.update({f"{Q_PROJ}.weight_scale_2": t[f"{Q_PROJ}.weight_scale_2"][None].clone()}))
-    with checkpoints.read(w4a4) as read:
-        assert read.linear(f"{Q_PROJ}.weight").per_tensor_scale.shape == ()
 
 
 def test_what_servers_ask_for_is_there(tmp_path):
@@ -193,65 +125,23 @@ def test_what_servers_ask_for_is_there(tmp_path):
     assert not any(tensor.float().isnan().any() for name, tensor in stored.items() if name.endswith("weight_scale"))
 
 
-def test_experts_in_one_parameter(tmp_path):
-    experts = quantize_experts(torch.randn(3, 32, 64) * torch.tensor([1.0, 9.0, 2.0])[:, None, None])
-    checkpoints.save({"experts.gate_up_proj": experts}, tmp_path / "dst", progress=False)
-    stored = load_file(tmp_path / "dst/model.safetensors")
-    assert {name: tuple(t.shape) for name, t in stored.items()} == {
-        "experts.gate_up_proj": (3, 32, 32), "experts.gate_up_proj_weight_scale": (3, 32, 4),
-        "experts.gate_up_proj_weight_scale_2": (3,),
+@pytest.mark.parametrize("kind, shape", [("mixtral", (3, 48, 32)), ("llama4", (3, 32, 48))])
+def test_experts_of_either_layout(tmp_path, kind, shape):
+    experts = quantize_experts(torch.randn(3, 48, 64) * torch.tensor([1.0, 9.0, 2.0])[:, None, None])
+    checkpoint = InMemory({"experts.gate_up_proj": experts}, {"model_type": kind})
+    format_for(checkpoint.config).write(checkpoint, tmp_path / "a", progress=False)
+    stored = load_file(tmp_path / "a/model.safetensors")
+    scale = (3, 48, 4) if kind == "mixtral" else (3, 4, 48)
+    assert {name.removeprefix("experts.gate_up_proj"): tuple(t.shape) for name, t in stored.items()} == {
+        "": shape, "_weight_scale": scale, "_weight_scale_2": (3,),
     }  # fmt: skip
-    with checkpoints.read(tmp_path / "dst") as read:
-        again = tensor_of(read.linear("experts.gate_up_proj"), torch.float32)
-    assert torch.equal(again.dequantize(), experts.dequantize())
-
-
-def state(**changes):
-    weight = quantize(torch.randn(32, 64).bfloat16())
-    return {"a.weight": weight._replace(**changes)}
-
-
-def test_what_it_cannot_hold_raises_an_error_and_writes_nothing(tmp_path):
-    joined = torch.cat([quantize(torch.randn(16, 64)), quantize(torch.randn(16, 64) * 9)])
-    cases = {
-        "one per-tensor scale per weight, but a.weight have one per row": {"a.weight": joined},
-        r"columns in multiples of 16: leave a.weight \[8, 40\] dense": {"a.weight": quantize(torch.randn(8, 40))},
-        "a.weight quantize activations by the amax of each call": state(activation_spec=QuantizeSpec()),
-        "a.weight: a transposed": {"a.weight": quantize(torch.randn(32, 64)).t()},
-    }
-    for message, tensors in cases.items():
-        with pytest.raises(ValueError, match=message):
-            checkpoints.save(tensors, tmp_path / "dst", progress=False)
-    assert not list(tmp_path.iterdir())
-    checkpoints.save(state(activation_spec=QuantizeSpec()), tmp_path / "dst", weight_only=True, progress=False)
-    assert isinstance(tensor_of(checkpoints.read(tmp_path / "dst").linear("a.weight")), NVFP4Tensor)
-
-
-def test_a_folder_of_others_is_not_detected_as_it(tmp_path):
-    write_dense(tmp_path / "src")
-    assert checkpoints.detect(tmp_path / "src") == "dense"
-    save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
-    assert checkpoints.detect(tmp_path / "x.safetensors") == "dense"
-    with pytest.raises(ValueError, match=r"modelopt in hf_quant_config\.json or config\.json, found none"):
-        checkpoints.read(tmp_path / "src", "modelopt")
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        checkpoints.detect(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"no checkpoint format .awq.: expected one of .*modelopt"):
-        checkpoints.convert(tmp_path / "src", tmp_path / "dst", to="awq")
-    assert content(tmp_path / "src")
-
-
-@pytest.mark.parametrize("kind, stored", [("mixtral", (3, 48, 32)), ("llama4", (3, 32, 48))])
-def test_experts_of_either_layout(tmp_path, kind, stored):
-    name, experts = "experts.gate_up_proj", quantize_experts(torch.randn(3, 48, 64, dtype=torch.bfloat16))
-    format_for({"model_type": kind}).write(
-        InMemory({name: experts}, {"model_type": kind}), tmp_path / "a", progress=False
-    )
-    assert load_file(tmp_path / "a/model.safetensors")[name].shape == stored
     with checkpoints.read(tmp_path / "a") as read:
-        assert same_parts(read.linear(name), parts_of(experts))
+        assert same_parts(read.linear("experts.gate_up_proj"), parts_of(experts))
 
 
-def test_input_scales_of_some_weights_alone(w4a4):
-    missing = f"{Q_PROJ}.input_scale"
-    assert_refused(w4a4, lambda tensors: tensors.pop(missing), rf"{missing} is missing: .*but other weights do")
+def test_weights_alone_of_linears_that_quantize_activations(tmp_path):
+    weight = quantize(torch.randn(32, 64))._replace(activation_spec=QuantizeSpec())
+    checkpoints.save({"a.weight": weight}, tmp_path / "dst", weight_only=True, progress=False)
+    assert not checkpoints.read(tmp_path / "dst").linear("a.weight").quantizes_activations
+    with pytest.raises(ValueError, match=r"a\.weight: a transposed"):
+        checkpoints.save({"a.weight": weight.t()}, tmp_path / "b", progress=False)

@@ -70,31 +70,6 @@ def test_tied_output_is_left_out(tmp_path, tensors):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_written(tmp_path, tensors):
-    nan = quantize(torch.full((192, 128), float("nan")))
-    rows = torch.cat([quantize(torch.randn(64, 128)), quantize(torch.randn(64, 128) * 9)])
-    cases = [
-        (TINY, {DOWN: quantize(torch.randn(128, 96))}, {}, f"{DOWN} has 96 columns.* multiple of 64"),
-        (TINY, {"model.layers.0.mlp.up_proj.weight": nan}, {}, "1536 NaN blocks"),
-        (TINY, {Q: rows}, {}, r"per-tensor scales \(128,\)"),
-        (TINY, {"model.layers.0.extra.weight": torch.ones(2, 2)}, {}, "extra.weight is not a tensor of"),
-        ({**TINY, "model_type": "opt"}, {}, {}, "qwen2, qwen3, mixtral, qwen3_moe, .*, not of 'opt'"),
-        ({**TINY, "hidden_act": "gelu"}, {}, {}, "hidden_act silu, not 'gelu'"),
-        ({**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, {}, {}, "type 'yarn'"),
-        ({**TINY, "vocab_size": None}, {}, {}, "no vocab_size"),
-        (TINY, {"model.norm.weight": torch.ones(128, dtype=torch.int64)}, {}, "is torch.int64"),
-        ({**TINY, "model_type": "qwen2"}, {}, {}, "qwen2's feed-forward weights, and .* or pass lossy=True"),
-        (TINY, {"model.layers.0.mlp.up_proj.bias": torch.ones(192)}, {}, "with a bias: leave .*up_proj.weight dense"),
-        (TINY, {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}, {}, "not a tensor of llama.cpp"),
-        (TINY, {}, {"dense": "Q3_K"}, "dense: expected one of F32, F16"),
-        (TINY, {}, {"shard": 3}, "no option shard"),
-    ]  # fmt: skip
-    for config, changes, options, message in cases:
-        with pytest.raises(ValueError, match=message):
-            write(tmp_path / "a.gguf", {**tensors, **changes}, config, **options)
-        assert list(tmp_path.iterdir()) == [], message
-
-
 def test_a_file_that_is_there_stays(tmp_path, tensors):
     (tmp_path / "a.gguf").write_bytes(b"precious")
     with pytest.raises(ValueError, match="already exists"):

@@ -100,16 +100,6 @@ def test_weights_left_dense_are_transposed_once(tmp_path, model):
     assert torch.equal(again.get_parameter(name), model.get_parameter(name))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"activation_function": "relu"}, {"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}],
-)
-def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, change):
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **change)).save_pretrained(tmp_path / "dense")
-    with pytest.raises(ValueError, match=r"llama\.cpp supports gpt2 with"):
-        checkpoints.convert(tmp_path / "dense", tmp_path / "a.gguf", to="gguf", tokenizer=None, progress=False)
-
-
 @pytest.mark.parametrize("head", [False, True])
 def test_a_published_folder_gives_the_file_of_the_model(tmp_path, published, head):
     options = {"to": "gguf", "tokenizer": None, "quantize_lm_head": head, "progress": False}

@@ -149,24 +149,6 @@ def test_gate_and_up_of_other_scales_become_one(tmp_path, folder):
     assert torch.equal(got[:, 1::2], want["gate_up_proj"][:, 1::2] * torch.tensor([0.5, 1, 2, 1]).view(4, 1, 1))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"swiglu_limit": 5.0}, "swiglu_limit 7.0, not 5.0"),
-        ({"layer_types": ["full_attention"] * 4}, "with layer_types"),
-        (
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 16.0}},
-            "beta_fast 32.0, not 16.0",
-        ),
-    ],
-)
-def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, changes, message):
-    model = model_of()
-    with pytest.raises(ValueError, match=message):
-        FORMAT.write(InMemory(model.state_dict(), {**model.config.to_dict(), **changes}), tmp_path / "a.gguf")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_llama_cpp_computes_the_same_logits(tmp_path, folder):
     checkpoints.quantize(folder, tmp_path / "nvfp4.gguf", to="gguf", tokenizer=None, progress=False)
