@@ -34,7 +34,7 @@ from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, write_factors
 from nvfp4_tensor.checkpoints.names import warn_of_missing_input_scales
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.checkpoints.understood import check_understood
-from nvfp4_tensor.checkpoints.wrappers import View
+from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS, ceil_to
 from nvfp4_tensor.quantization.names import some
 
@@ -141,7 +141,7 @@ class ComfyUI(TableFormat):
         check_apart(checkpoint, path.with_name(path.name + ".tmp"))
         sidecar = check_sidecar(path)
         if quantize_activations is not None:
-            checkpoint = _Activations(checkpoint, quantize_activations)
+            checkpoint = _Activations(checkpoint) if quantize_activations else WeightOnly(checkpoint)
         self.check_names(checkpoint)
         self.check(checkpoint)
         check_understood(checkpoint.entries, checkpoint.path)
@@ -160,20 +160,15 @@ FORMAT = ComfyUI()
 
 
 class _Activations(View):
-    """A checkpoint in which the activations of all or of no weights are quantized."""
+    """A checkpoint in which the activations of all weights are quantized."""
 
-    def __init__(self, source: Checkpoint, quantizes: bool) -> None:
+    def __init__(self, source: Checkpoint) -> None:
         super().__init__(source)
         for name, entry in source.entries.items():
-            static = quantizes and entry.has_input_scale
-            self.entries[name] = dataclasses.replace(
-                entry, quantizes_activations=quantizes and entry.quantized, has_input_scale=static
-            )
+            self.entries[name] = dataclasses.replace(entry, quantizes_activations=entry.quantized)
 
     def linear(self, name: str) -> LinearParts:
-        parts, entry = self.source.linear(name), self.entries[name]
-        kept = parts.input_scale if entry.has_input_scale else None
-        return parts.replace(quantizes_activations=entry.quantizes_activations, input_scale=kept)
+        return self.source.linear(name).replace(quantizes_activations=True)
 
 
 def _markers(shards: Shards) -> dict[str, dict[str, Any]]:

@@ -100,14 +100,14 @@ class ModelOpt(TableFormat):
         keys = keys_of(name)
         qdata, scale = tensors[name], tensors[keys["scale"]]
         if _are_transposed(qdata.shape, scale.shape):
-            qdata, scale = _transposed_copy(qdata), _transposed_copy(scale)
+            qdata, scale = qdata.mT.contiguous(), scale.mT.contiguous()
         numbers = {key: tensors[key] for key in list(keys.values())[2:] if key in tensors}
         return super().decode(name, {name: qdata, keys["scale"]: scale, **numbers}, entry)
 
     def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
         tensors = super().encode(name, parts, entry)
         if self._transposes and parts.qdata.dim() == 3:
-            tensors |= {key: _transposed_copy(tensors[key]) for key in list(tensors)[:2]}
+            tensors |= {key: tensors[key].mT.contiguous() for key in list(tensors)[:2]}
         return tensors
 
     def write(self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, **options: Any) -> None:
@@ -133,23 +133,13 @@ def _are_transposed(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
     return len(weight) == len(scale) == 3 and weight[2] == scale[2] and weight[1] * 2 == scale[1] * BLOCK
 
 
-def _transposed_copy(data: Tensor) -> Tensor:
-    """Return a contiguous transpose of (E, a, b)."""
-    copy: Tensor = data.view(torch.uint8).transpose(-2, -1).contiguous().view(data.dtype)
-    return copy
-
-
 def _checked(folder: Path, flat: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration if all its layers are NVFP4."""
     algorithm = flat.get("quant_algo")
     layers = flat.get("quantized_layers") or {}
     if algorithm == "MIXED_PRECISION":
-        others = [
-            f"{name} ({layer.get('quant_algo')})"
-            for name, layer in layers.items()
-            if layer.get("quant_algo") not in ALGORITHMS
-        ]
-        if others:
+        kinds = {name: layer.get("quant_algo") for name, layer in layers.items()}
+        if others := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in ALGORITHMS]:
             raise ValueError(
                 f"{folder}: expected layers of {' or '.join(ALGORITHMS)} in MIXED_PRECISION, found {some(others)}"
             )
@@ -183,12 +173,10 @@ def _quantizes_activations(checkpoint: FolderCheckpoint, name: str) -> bool:
 def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return quant_algo, group_size and, if linears differ, quantized_layers."""
     entries = {name.removesuffix(".weight"): entry for name, entry in checkpoint.entries.items() if entry.quantized}
-    algorithms = {
-        module: "NVFP4" if entry.quantizes_activations else "W4A16_NVFP4" for module, entry in entries.items()
-    }
+    algorithms = {name: "NVFP4" if each.quantizes_activations else "W4A16_NVFP4" for name, each in entries.items()}
     if len(set(algorithms.values())) < 2:
         return {"quant_algo": next(iter(algorithms.values()), "W4A16_NVFP4"), "group_size": BLOCK}
-    layers = {module: {"quant_algo": algorithm, "group_size": BLOCK} for module, algorithm in algorithms.items()}
+    layers = {name: {"quant_algo": algorithm, "group_size": BLOCK} for name, algorithm in algorithms.items()}
     return {"quant_algo": "MIXED_PRECISION", "group_size": BLOCK, "quantized_layers": layers}
 
 
