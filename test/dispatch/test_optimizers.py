@@ -126,9 +126,8 @@ def test_three_steps_stay_near_the_dense_ones(cls):
     known = [name for name in OPTIONS if name in inspect.signature(cls).parameters]
     for option in [None, *known]:
         arguments = needed | ({} if option is None else {option: OPTIONS[option]})
-        p = nn.Parameter(
-            quantize(torch.randn(64, 96, generator=generator), QuantizeSpec(row_scaled=option is not None))
-        )
+        spec = QuantizeSpec(row_scaled=option is not None)
+        p = nn.Parameter(quantize(torch.randn(64, 96, generator=generator), spec))
         dense = nn.Parameter(p.detach().dequantize())
         start = dense.detach().clone()
         pairs = [(each, cls([each], **arguments)) for each in (p, dense)]
@@ -140,12 +139,8 @@ def test_three_steps_stay_near_the_dense_ones(cls):
             states = [optimizer.state[each] for each, optimizer in pairs]
             for name, value in states[0].items():
                 assert not isinstance(value, torch.Tensor) or type(value) is torch.Tensor, name
-                if (
-                    step == 0
-                    and isinstance(value, torch.Tensor)
-                    and option != "weight_decay"
-                    and name not in ("ax", "d")
-                ):
+                is_comparable = option != "weight_decay" and name not in ("ax", "d")
+                if step == 0 and isinstance(value, torch.Tensor) and is_comparable:
                     assert torch.allclose(value, states[1][name], rtol=1e-5, atol=1e-7), name
         moved = (dense.detach() - start).abs().max()
         # Steps of less than half a code are lost, as they are when written to nearest, and others become a whole one.

@@ -25,11 +25,8 @@ def test_the_backend_of_each_product(monkeypatch, capability):
     monkeypatch.setattr(backends, "capability", lambda device: capability)
     w = quantize(dense(32, 64))
     w4a4, w8 = w._replace(activation_spec=SPEC), w._replace(product_backend=ProductBackend.FP8)
-    by_row, blackwell, hopper = (
-        torch.cat([w4a4, quantize(dense(4, 64) * 9)._replace(activation_spec=SPEC)]),
-        capability == (10, 0),
-        capability == (9, 0),
-    )
+    by_row = torch.cat([w4a4, quantize(dense(4, 64) * 9)._replace(activation_spec=SPEC)])
+    blackwell, hopper = capability == (10, 0), capability == (9, 0)
     on_codes = Backend.SCALED_MM if blackwell else Backend.QUANTIZED_VALUES
     of_fp8 = Backend.FP8_SCALED_MM if hopper else Backend.FP8_VALUES
     for x, weight, along, expected in (
@@ -76,15 +73,10 @@ def test_names_of_backends():
         NVFP4Config(product_backend="cublas")
 
 
-@pytest.mark.parametrize(
-    "pretended, expected",
-    [
-        ("", (9, 0)),
-        ("capability=86,shared_bytes=101376", (8, 6)),
-        ("multiprocessors=82", (9, 0)),
-        ("capability=120", (9, 0)),
-    ],
-)
+@pytest.mark.parametrize("pretended, expected", [
+    ("", (9, 0)), ("capability=86,shared_bytes=101376", (8, 6)), ("multiprocessors=82", (9, 0)),
+    ("capability=120", (9, 0)),
+])  # fmt: skip
 def test_a_pretended_capability_is_never_above_the_devices(pretended, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setenv("NVFP4_TENSOR_PRETEND", pretended)

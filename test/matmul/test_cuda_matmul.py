@@ -84,14 +84,8 @@ def test_experts(rows, shape):
     experts, n, k = shape
     codes, scale = random_weight(*shape)
     x = torch.randn(experts, rows, k, device="cuda").bfloat16()
-    check(
-        x,
-        codes,
-        scale,
-        torch.rand(experts, device="cuda"),
-        x_scale=torch.rand(experts, rows, device="cuda"),
-        repeats=20,
-    )
+    x_scale = torch.rand(experts, rows, device="cuda")
+    check(x, codes, scale, torch.rand(experts, device="cuda"), x_scale=x_scale, repeats=20)
     check(x, codes, scale, torch.rand(experts, n, device="cuda"), bias=torch.randn(experts, 1, n, device="cuda"))
 
 

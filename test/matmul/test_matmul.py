@@ -126,10 +126,8 @@ def test_hadamard_transforms_cancel(columns):
 
 
 def test_w4a4_draws_afresh_and_repeats_under_a_seed():
-    x, w = (
-        torch.randn(9, 64),
-        quantize(torch.randn(32, 64))._replace(activation_spec=QuantizeSpec(round_mode="stochastic")),
-    )
+    x, spec = torch.randn(9, 64), QuantizeSpec(round_mode="stochastic")
+    w = quantize(torch.randn(32, 64))._replace(activation_spec=spec)
     torch.manual_seed(1)
     first, second = F.linear(x, w), F.linear(x, w)
     torch.manual_seed(1)
@@ -163,16 +161,11 @@ def test_zeros_and_small_blocks_survive():
 
 def test_nan_stays_where_it_belongs():
     """TransformerEngine: NaN becomes 6."""
-    x, w = torch.randn(5, 64), torch.randn(24, 64)
-    x[2, 7], w[11, 40] = float("nan"), float("inf")
-    t = quantize(w)
-    y = F.linear(x, t)
-    assert y[2].isnan().all() and y[:, 11].isnan().all()
-    rest = torch.ones(5, 24, dtype=torch.bool)
-    rest[2], rest[:, 11] = False, False
-    assert y[rest].isfinite().all()
-    both = F.linear(x, t._replace(activation_spec=QuantizeSpec()))
-    assert torch.equal(both.isnan(), y.isnan())
+    x, w, expected = torch.randn(5, 64), torch.randn(24, 64), torch.zeros(5, 24, dtype=torch.bool)
+    x[2, 7], w[11, 40], expected[2], expected[:, 11] = float("nan"), float("inf"), True, True
+    for activation in (None, QuantizeSpec()):
+        y = F.linear(x, quantize(w)._replace(activation_spec=activation))
+        assert torch.equal(y.isnan(), expected) and y[~expected].isfinite().all()
 
 
 def test_per_row_scales_multiply_in_float32(device):
