@@ -64,7 +64,8 @@ def run(model, optimizer, first=0):
 def everything(model, optimizer):
     tensors = [whole(p.detach()) for p in model.parameters()]
     for p in model.parameters():
-        tensors += [whole(torch.as_tensor(optimizer.state[p][name])) for name in sorted(optimizer.state[p])]
+        state = optimizer.state[p]
+        tensors += [whole(torch.as_tensor(state[name])) for name in sorted(state) if name != "ratio_scale"]
     return tensors
 
 

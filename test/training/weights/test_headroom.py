@@ -27,7 +27,7 @@ def grow(net, optimizer):
         optimizer.step()
 
 
-def test_headroom_keeps_the_values_and_lets_a_weight_grow_eightfold():
+def test_headroom_keeps_the_values_and_lets_a_weight_grow_eightfold_by_each_optimizer():
     net = small()
     before = net.weight.dequantize(torch.float32)
     make_headroom(net.weight)
@@ -36,8 +36,9 @@ def test_headroom_keeps_the_values_and_lets_a_weight_grow_eightfold():
     other.data.scale.copy_(other.scale.float().clamp(max=256))
     make_headroom(other)
     assert other.scale.float().max() == 32  # 64 could not grow eightfold
-    grow(net, NVFP4AdamW(net.parameters(), lr=before.abs().max().item() / 4, weight_decay=0.0))
-    assert 6 < net.weight.dequantize().abs().max() / before.abs().max() < 16
+    for optimizer in (NVFP4AdamW(net.parameters(), lr=before.abs().max().item() / 4, weight_decay=0.0) for _ in "12"):
+        grow(net, optimizer)  # a new optimizer makes room for what another one has grown
+    assert 48 < net.weight.dequantize().abs().max() / before.abs().max() < 65
 
 
 def write(net, new):
