@@ -64,14 +64,15 @@ class _Parallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, NVFP4TrainingLinear):
-            linear: NVFP4TrainingLinear | NVFP4ParallelLinear = module
-            share_weight(module, self.weight_dim, device_mesh)
-        elif isinstance(module, nn.Linear) and isinstance(module.weight, NVFP4Tensor):
+        linear: Any = module
+        weight: Any = getattr(module, "weight", None)
+        is_trained = isinstance(module, NVFP4TrainingLinear)
+        if is_trained:
+            share_weight(linear, self.weight_dim, device_mesh)
+        elif isinstance(module, nn.Linear) and isinstance(weight, NVFP4Tensor):
             multiple = BLOCK if self.weight_dim == 1 else 1
-            linear = NVFP4ParallelLinear.convert(
-                module, _with_features(module, LinearSharding(), self.weight_dim, device_mesh, multiple)
-            )
+            sharding = _with_features(module, LinearSharding(), self.weight_dim, device_mesh, multiple)
+            NVFP4ParallelLinear.convert(module, sharding)
         else:
             raise TypeError(
                 f"{type(self).__name__} supports linears that train in NVFP4 or have an NVFP4 weight, not {module}: "
@@ -82,7 +83,9 @@ class _Parallel(ParallelStyle):
             sequence = TokenSharding(axis_of(device_mesh), layout.dim)
             linear.sharding = dataclasses.replace(linear.sharding, sequence=sequence)
         if self.src_data_rank is not None:  # otherwise there is no communication here
-            _check_agreement(linear, device_mesh)
+            name = f"a linear of {linear.in_features} inputs and {linear.out_features} outputs"
+            what, value = ("the recipe", linear.active_recipe) if is_trained else ("the NVFP4 weight", kind(weight))
+            check_agreement(what, {name: value}, device_mesh.get_group())
         self._distribute(module, "weight", Shard(self.weight_dim), device_mesh)
         if module.bias is not None:
             self._distribute(module, "bias", Shard(0) if self.weight_dim == 0 else Replicate(), device_mesh)
@@ -113,16 +116,6 @@ class _Parallel(ParallelStyle):
         if self.weight_dim == 1 and linear.bias is not None:  # added once, after the sum over ranks
             output = output + linear.bias.to(output.dtype)
         return output.to_local() if self.use_local_output else output
-
-
-def _check_agreement(linear: NVFP4TrainingLinear | NVFP4ParallelLinear, mesh: DeviceMesh) -> None:
-    """Raise the same ValueError on all ranks if their recipes, or the specs of their weights, differ."""
-    name = f"a linear of {linear.in_features} inputs and {linear.out_features} outputs"
-    if isinstance(linear, NVFP4TrainingLinear):
-        check_agreement("the recipe", {name: linear.active_recipe}, mesh.get_group())
-    else:
-        assert isinstance(linear.weight, NVFP4Tensor)
-        check_agreement("the NVFP4 weight", {name: kind(linear.weight)}, mesh.get_group())
 
 
 def _sequence_shard(x: DTensor, dim: int, mesh: DeviceMesh) -> Tensor:

@@ -90,9 +90,10 @@ def refit_(
         raise TypeError(
             f"named_weights are names and tensors: pass the state_dict() of the {type(named_weights).__name__}"
         )
-    targets = _targets(model)
+    targets = dict(model.named_buffers(remove_duplicate=False)) | dict(model.named_parameters(remove_duplicate=False))
     given = _group_by_target(named_weights, name_map)
-    _check_names(model, targets, given, strict)
+    if strict:
+        _check_names(model, targets, given)
     writes = {name: [slices[i] for i in sorted(slices)] for name, slices in given.items() if name in targets}
     for name, slices in writes.items():
         _check_write(name, targets[name], slices, given[name])
@@ -113,11 +114,6 @@ def refit_(
     )
 
 
-def _targets(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, with all names of tied ones."""
-    return {**dict(model.named_buffers(remove_duplicate=False)), **dict(model.named_parameters(remove_duplicate=False))}
-
-
 def _group_by_target(
     named_weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], name_map: Callable[[str], RefitTarget] | None
 ) -> dict[str, _Slices]:
@@ -136,9 +132,7 @@ def _group_by_target(
     return given
 
 
-def _check_names(model: nn.Module, targets: dict[str, Tensor], given: dict[str, _Slices], strict: bool) -> None:
-    if not strict:
-        return
+def _check_names(model: nn.Module, targets: dict[str, Tensor], given: dict[str, _Slices]) -> None:
     unexpected = [name for name in given if name not in targets]
     found = {id(targets[name]) for name in given if name in targets}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
@@ -166,8 +160,6 @@ def _check_write(name: str, target: Tensor, slices: list[Tensor], indices: _Slic
             raise ValueError(f"{name} is a part of another tensor: refit the full tensor")
     if len({(t.dtype, t.shape[1:]) for t in slices}) > 1:
         raise ValueError(f"the slices of {name} differ in dtype or in their last dimensions: convert them to one")
-    if len(slices) > 1 and slices[0].dim() == 0:
-        raise ValueError(f"the slices of {name} are 0-d and cannot be concatenated: pass 1-d tensors")
     shape = tuple(slices[0].shape)
     if len(slices) > 1:
         shape = (sum(len(t) for t in slices), *shape[1:])
