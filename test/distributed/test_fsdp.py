@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, distributed, quantize_experts
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, distributed
 from nvfp4_tensor.training import NVFP4TrainingConfig
 
 pytestmark = pytest.mark.slow
@@ -130,17 +130,6 @@ def test_a_shard_is_stored_once_and_the_full_weight_is_freed():
     assert [storage.size() for storage in storages] == [96 * 128, 128 * 16]
     linear.reshard()
     assert [storage.size() for storage in storages] == [0, 0]
-
-
-@on_ranks(2)
-def test_experts_are_sharded_with_their_scales():
-    experts = nn.Module()
-    whole = quantize_experts(torch.randn(4, 48, 64).bfloat16())
-    experts.w = nn.Parameter(whole.clone(), requires_grad=False)
-    fully_shard(experts)
-    assert experts.w._local_tensor.per_tensor_scale.shape == (2, 1)
-    experts.unshard()
-    assert torch.equal(stored_bits(experts.w), stored_bits(whole))
 
 
 # --- policies --------------------------------------------------------------------------------------------------------

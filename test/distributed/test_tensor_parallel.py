@@ -1,10 +1,5 @@
 """Tensor parallelism: DTensors of quantized weights, PyTorch's plans and ours, and sequences gathered as codes."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,16 +101,6 @@ def test_shards_as_torchao_tests_them(config, dtype):
     assert error(y, expected) < TOLERANCES[config]
     compiled = torch.compile(down, backend="aot_eager")(torch.compile(up, backend="aot_eager")(x)).full_tensor()
     assert error(compiled, y) < TOLERANCES["weight only"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_torchaos_own_cases():
-    script = Path(__file__).with_name("torchao_cases.py")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0 and "OK" in done.stderr, done.stderr[-4000:]
-    assert "skipped=" not in done.stderr
 
 
 @on_ranks(2, 4, cuda=True)
