@@ -90,21 +90,35 @@ def test_shards_have_the_codes_of_one_rank(codes):
 @on_ranks(2)
 @pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "NVFP4"])
 def test_steps_inside_the_backward_of_shards_are_those_of_one_rank(codes):
-    """Losses and codes of FSDP2 are those of one rank with the whole batch of both."""
+    """Losses and codes of FSDP2 are those of one rank with the whole batch of both; norms are those of all shards."""
     models = make(False, codes), make(True, codes)
     optimizers = [NVFP4AdamW(model.parameters(), lr=1e-2) for model in models]
-    optimizers[1].step_in_backward()
-    for step in range(STEPS):
+    for optimizer in optimizers:
+        optimizer.step_in_backward(clip_norm=1e9)
+    step_all(models, optimizers)
+    assert_equal((models[1], optimizers[1]), (models[0], optimizers[0]))
+    norms = [optimizer.state_dict()["param_groups"][0]["late_norm"] for optimizer in optimizers]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    models = make(False, codes), make(True, codes)
+    optimizers = [NVFP4AdamW(model.parameters(), lr=1e-2) for model in models]
+    for optimizer in optimizers:
+        optimizer.step_in_backward(clip_norm=1e-3, clip="parameter")
+    step_all(models, optimizers, 1)
+    one, other = (whole(optimizer.state[m[0].bias]["exp_avg"]) for m, optimizer in zip(models, optimizers, strict=True))
+    torch.testing.assert_close(other, one, rtol=1e-4, atol=0)
+    assert one.norm() == pytest.approx(1e-4, rel=1e-2)  # the gradient's clipped norm times 1 - beta1
+
+
+def step_all(models, optimizers, steps=STEPS):
+    for step in range(steps):
         x = torch.randn(8, COLUMNS, generator=torch.Generator().manual_seed(step)).bfloat16().to(here())
         losses = []
         for model, optimizer in zip(models, optimizers, strict=True):
             loss = model(x).float().square().mean()
             loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
             losses.append(loss.item())
         assert losses[0] == losses[1]
-    assert_equal((models[1], optimizers[1]), (models[0], optimizers[0]))
 
 
 @on_ranks(2)
