@@ -10,6 +10,7 @@ from typing import Any, ClassVar, SupportsIndex
 import torch
 import torch.compiler.config
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from nvfp4_tensor._compat.pickles import _rebuild, pin
 from nvfp4_tensor._compat.source_digest import source_digest
@@ -295,7 +296,7 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
 
     def fsdp_pre_all_gather(
         self,
-        mesh: fsdp_transport.Mesh,
+        mesh: DeviceMesh,
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
         module: torch.nn.Module,
