@@ -51,11 +51,11 @@ def plain(value: Any) -> Any:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Align columns: the first to the left, the others, which are numbers, to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    first, *others = (max(map(len, column)) for column in zip(head, *rows, strict=True))
     lines = []
-    for row in (head, *rows):
-        first, *others = (cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))  # noqa: B905
-        lines.append("  ".join((first, *others)).rstrip())
+    for name, *numbers in (head, *rows):
+        cells = (cell.rjust(width) for cell, width in zip(numbers, others, strict=True))
+        lines.append("  ".join((name.ljust(first), *cells)).rstrip())
     return "\n".join(lines)
 
 

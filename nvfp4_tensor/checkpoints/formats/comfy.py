@@ -28,7 +28,7 @@ from tqdm import tqdm
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.table import Layout, Scheme, TableFormat
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, warn_of_nan
-from nvfp4_tensor.checkpoints.io.resumable_write import check_apart, check_is_new, temporary
+from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, write_factors
 from nvfp4_tensor.checkpoints.names import warn_of_missing_input_scales
@@ -137,8 +137,7 @@ class ComfyUI(TableFormat):
         path = Path(path)
         if path.suffix != ".safetensors":
             raise ValueError(f"ComfyUI uses one .safetensors file: expected a path with this suffix, found {path.name}")
-        check_is_new(path, is_file=True)
-        check_apart(checkpoint, path.with_name(path.name + ".tmp"))
+        check_is_new(path, checkpoint, is_file=True)
         sidecar = check_sidecar(path)
         if quantize_activations is not None:
             checkpoint = _Activations(checkpoint) if quantize_activations else WeightOnly(checkpoint)

@@ -189,9 +189,7 @@ class _Represented(View):
         return None if inner is None else [*inner, self._global_scale, self._lossy]
 
     def linear(self, name: str) -> LinearParts:
-        parts = self.source.linear(name).replace(
-            quantizes_activations=False, input_scale=None, input_divisor=None, input_amax=None
-        )  # fmt: skip
+        parts = self.source.linear(name).weight_only()
         return parts if self._global_scale else with_scale_of_one(parts)
 
     def per_tensor_scale(self, name: str) -> Tensor:

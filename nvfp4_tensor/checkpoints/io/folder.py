@@ -21,7 +21,7 @@ from tqdm import tqdm
 from nvfp4_tensor.checkpoints.architectures import is_mask
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
 from nvfp4_tensor.checkpoints.io.files import Files, check_same
-from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_apart, check_is_new, fingerprint
+from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_is_new, fingerprint
 from nvfp4_tensor.checkpoints.io.safetensors import ShardFile, Shards, parse_json, read_json, write_json
 from nvfp4_tensor.checkpoints.io.sidecar import (
     SIDECAR,
@@ -252,8 +252,7 @@ class SafetensorsFormat(Format):
         self.check_names(checkpoint)
         self.check(checkpoint)
         check_understood(checkpoint.entries, checkpoint.path)
-        check_is_new(path)
-        check_apart(checkpoint, path.with_name(path.name + ".partial"))
+        check_is_new(path, checkpoint)
         plan = self._plan(checkpoint, shard_bytes)
         with ResumableFolder(path, fingerprint(self.name, checkpoint, shard_bytes)) as state:
             self._write_shards(checkpoint, plan, state, progress)

@@ -22,17 +22,19 @@ except ImportError:  # Windows, where files are not locked
 MANIFEST = ".progress.json"  # hidden files of a source are not copied, and cannot replace it
 
 
-def check_is_new(path: Path, *, is_file: bool = False) -> None:
-    """Raise a ValueError if ``path`` exists, unless it is an empty folder that can be replaced."""
+def check_is_new(path: Path, source: Checkpoint | None = None, *, is_file: bool = False) -> None:
+    """Raise a ValueError if ``path`` exists, unless it is an empty folder that can be replaced.
+
+    source: a checkpoint of which nothing may be read from the file or folder that ``path`` has until it is complete.
+    """
     if os.path.lexists(path) and (is_file or not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path} already exists: remove it, or choose another path")
     if path.is_dir():
         _check_replaceable(path)
-
-
-def check_apart(checkpoint: Checkpoint, temporary: Path) -> None:
-    """Raise a ValueError if the file or folder that an output has until it is complete is read itself."""
-    read = [] if checkpoint.path is None else [checkpoint.path, *(checkpoint.files.stats if checkpoint.files else ())]
+    if source is None or source.path is None:
+        return
+    temporary = path.with_name(path.name + (".tmp" if is_file else ".partial"))
+    read = [source.path, *(source.files.stats if source.files else ())]
     if temporary.exists() and any(file.exists() and temporary.samefile(file) for file in read):
         raise ValueError(f"{temporary} would be written, but it is read: choose another path for the output")
 

@@ -238,7 +238,7 @@ class DeserializeExperts(ConversionOps):
         value, origin = gather(origin, _Collected(self.checkpoint, self._by_name(origin, input_dict)))
         assert isinstance(value, LinearParts)
         if not self.activations:
-            value = value.replace(quantizes_activations=False, input_scale=None)
+            value = value.weight_only()
         keep_origin(model, full_layer_name, origin)
         return {full_layer_name: parameter_of(model, full_layer_name, tensor_of(value, dtype))}
 

@@ -38,7 +38,7 @@ from nvfp4_tensor.checkpoints.formats.gguf.names import (
 from nvfp4_tensor.checkpoints.formats.gguf.reading import NEEDS, PLAIN, VECTORS, WRITTEN, GGUFCheckpoint
 from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_writing import add_tokenizer
 from nvfp4_tensor.checkpoints.formats.mlx import folds_exactly, with_scale_of_one
-from nvfp4_tensor.checkpoints.io.resumable_write import check_apart, check_is_new, temporary
+from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.parts import nan_blocks
 from nvfp4_tensor.checkpoints.wrappers import OfWholeModel, View, with_conv1d_transposed
@@ -113,8 +113,7 @@ class GGUF(Format):
         if importlib.util.find_spec("gguf") is None:
             raise ImportError(NEEDS)
         path = Path(path)
-        check_is_new(path, is_file=True)
-        check_apart(checkpoint, path.with_name(path.name + ".tmp"))
+        check_is_new(path, checkpoint, is_file=True)
         check_sidecar(path)
         _Writer(checkpoint, path, dense.upper() if dense else None, tokenizer, lossy).run(progress)
 
