@@ -152,7 +152,9 @@ def test_refusals_write_nothing(tmp_path):
     del tensors["lm_head.weight"]
     write_dense(tmp_path / "src", tensors)
     checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
-    for message, options in REFUSED.items():
+    amaxes = [{"model.layers.0.mlp.up_proj": amax} for amax in (1e39, 1e-45, 0.0, -1.0, float("nan"))]
+    of_amax = [("finite number above zero in float32", {"input_amax": amax}) for amax in amaxes]
+    for message, options in [*REFUSED.items(), *of_amax]:
         given = {"src": "src", "dst": "x", **options}
         src, dst = tmp_path / given.pop("src"), tmp_path / given.pop("dst")
         with pytest.raises(ValueError, match=message):

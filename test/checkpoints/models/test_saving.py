@@ -144,6 +144,7 @@ def test_shared_tensors_are_written_once(tmp_path):
     assert content(tmp_path / "b")["embed.weight"] == content(tmp_path / "a")["embed.weight"]
 
 
+IDLE = {"activation_spec": QuantizeSpec(), "activation_amax": torch.zeros(())}
 SIGNED = dict.fromkeys(("weight_spec", "activation_spec"), QuantizeSpec(hadamard_sign=True))
 
 
@@ -154,6 +155,14 @@ SIGNED = dict.fromkeys(("weight_spec", "activation_spec"), QuantizeSpec(hadamard
         (lambda b: quantize_(b, NVFP4Config(**SIGNED)), r"q_proj\.weight: a weight quantized with hadamard_sign"),
         (lambda b: quantize_(b, NVFP4Config()), r"needs a static input scale: use calibrate\(model, batches\)"),
         (lambda b: {"extra": {}}, "extra is a dict: checkpoints can only have tensors"),
+        (
+            lambda b: {"a.weight": quantize(torch.randn(32, 64)).fill_(float("nan"))},
+            r"a\.weight: expected a per-tensor scale that is finite",
+        ),
+        (
+            lambda b: {"a.weight": quantize(torch.randn(32, 64))._replace(**IDLE)},
+            r"a\.weight: expected an input scale that is finite and above",
+        ),
     ],
 )
 def test_an_error_writes_nothing(tmp_path, block, change, message):
