@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import enum
+import re
+from typing import TypeVar
 
 from nvfp4_tensor._compat.pickles import pin
+
+C = TypeVar("C", bound="Choice")
 
 
 class Choice(enum.IntEnum):
@@ -16,13 +20,37 @@ class Choice(enum.IntEnum):
     def __reduce_ex__(self, protocol: object) -> tuple[type[Choice], tuple[int]]:
         return type(self), (self.value,)
 
+    @classmethod
+    def of(cls: type[C], value: object) -> C:
+        """Return the member for a member or its name in any case; raise a ValueError with the names for anything else.
+
+        A traced member arrives as its integer.
+        """
+        if isinstance(value, int) and not isinstance(value, bool) and value in cls._value2member_map_:
+            return cls(value)
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        names = ", ".join(repr(name.lower()) for name in cls.__members__)
+        raise ValueError(f"unknown {cls._option()} {value!r}: use a member of {cls.__name__} or one of {names}")
+
+    @classmethod
+    def or_none(cls: type[C], value: object) -> C | None:
+        """Return None for None and False, the last member for True, and :meth:`of` anything else."""
+        if value is None or value is False:
+            return None
+        return list(cls)[-1] if value is True else cls.of(value)
+
+    @classmethod
+    def _option(cls) -> str:
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
 
 @pin
 class RoundingMode(Choice):
     """How a scaled value is rounded to one of its two E2M1 neighbours (numerics contract, section 3)."""
 
     RNE = 0
-    """Round to nearest, ties to the even code."""
+    """Round to nearest, ties to the even code; also EVEN."""
     AWAY = 1
     """Round to nearest, ties away from zero."""
     ZERO = 2
@@ -32,27 +60,11 @@ class RoundingMode(Choice):
     EDEN = 4
     """Rotate, round to nearest, correct the block scales and round them stochastically (contract, section 9)."""
 
+    EVEN = RNE
+
     @classmethod
-    def of(cls, mode: RoundingMode | str) -> RoundingMode:
-        """Return the mode for a RoundingMode or its name; raise a ValueError with the names for anything else."""
-        if isinstance(mode, int) and not isinstance(mode, bool) and mode in cls._value2member_map_:
-            return cls(mode)  # a traced RoundingMode arrives as its integer
-        if isinstance(mode, str) and (name := mode.lower()) in _ROUNDING_NAMES:
-            return _ROUNDING_NAMES[name]
-        raise ValueError(
-            f"unknown round_mode {mode!r}: use a RoundingMode or one of "
-            + ", ".join(repr(name) for name in _ROUNDING_NAMES)
-        )
-
-
-_ROUNDING_NAMES = {
-    "rne": RoundingMode.RNE,
-    "even": RoundingMode.RNE,
-    "away": RoundingMode.AWAY,
-    "zero": RoundingMode.ZERO,
-    "stochastic": RoundingMode.STOCHASTIC,
-    "eden": RoundingMode.EDEN,
-}
+    def _option(cls) -> str:
+        return "round_mode"
 
 
 @pin
@@ -93,16 +105,6 @@ class ProductBackend(Choice):
     FP8 = 3
     """Of a weight-only tensor: many rows of activations and the weight are rounded to e4m3 (contract, section 13)."""
 
-    @classmethod
-    def of(cls, backend: ProductBackend | str) -> ProductBackend:
-        """Return the backend for a ProductBackend or its name; raise a ValueError with the names for anything else."""
-        if isinstance(backend, int) and not isinstance(backend, bool) and backend in cls._value2member_map_:
-            return cls(backend)
-        if isinstance(backend, str) and backend.upper() in cls.__members__:
-            return cls[backend.upper()]
-        names = ", ".join(repr(member.name.lower()) for member in cls)
-        raise ValueError(f"unknown product_backend {backend!r}: use a ProductBackend or one of {names}")
-
 
 @pin
 class Activations(Choice):
@@ -110,14 +112,3 @@ class Activations(Choice):
 
     FP8 = 1
     """As e4m3 numbers with a scale per row, by the weight rounded to e4m3, on FP8 tensor cores. Fewer rows stay."""
-
-    @classmethod
-    def of(cls, value: Activations | str | None) -> Activations | None:
-        """Return the choice for an Activations, its name or None; raise a ValueError for anything else."""
-        if value is None:
-            return None
-        if isinstance(value, int) and not isinstance(value, bool) and value in cls._value2member_map_:
-            return cls(value)
-        if isinstance(value, str) and value.upper() in cls.__members__:
-            return cls[value.upper()]
-        raise ValueError(f"unknown activations {value!r}: use None, an Activations or 'fp8'")

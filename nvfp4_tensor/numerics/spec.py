@@ -56,9 +56,9 @@ class QuantizeSpec:
     def __post_init__(self) -> None:
         fix = object.__setattr__  # the dataclass is frozen
         fix(self, "round_mode", RoundingMode.of(self.round_mode))
-        fix(self, "scale_rounding", _scale_rounding(self.scale_rounding))
-        fix(self, "four_over_six", _four_over_six(self.four_over_six))
-        fix(self, "scale_search", _scale_search(self.scale_search))
+        fix(self, "scale_rounding", ScaleRounding.of(self.scale_rounding))
+        fix(self, "four_over_six", FourOverSix.or_none(self.four_over_six))
+        fix(self, "scale_search", ScaleSearch.or_none(self.scale_search))
         if self.scale_ceiling is None:
             fix(self, "scale_ceiling", self._default_ceiling)
         if self.hadamard_sign is True:
@@ -205,33 +205,3 @@ class QuantizeSpec:
         if self.round_mode == RoundingMode.STOCHASTIC and self.random_bits != 16:
             words.append(f"{self.random_bits} random bits" + (" (hardware)" if self.hardware_rounding else ""))
         return ", ".join(words)
-
-
-def _scale_rounding(value: ScaleRounding | str) -> ScaleRounding:
-    if isinstance(value, int) and value in ScaleRounding._value2member_map_:
-        return ScaleRounding(value)
-    if isinstance(value, str) and value.upper() in ScaleRounding.__members__:
-        return ScaleRounding[value.upper()]
-    raise ValueError(f"unknown scale_rounding {value!r}: use a ScaleRounding or one of 'nearest', 'up'")
-
-
-def _four_over_six(value: FourOverSix | str | bool | None) -> FourOverSix | None:
-    if value is None or value is False:
-        return None
-    if value is True:
-        return FourOverSix.MSE
-    if isinstance(value, int) and value in FourOverSix._value2member_map_:
-        return FourOverSix(value)
-    if isinstance(value, str) and value.upper() in FourOverSix.__members__:
-        return FourOverSix[value.upper()]
-    raise ValueError(f"unknown four_over_six {value!r}: use None, True, a FourOverSix or one of 'mae', 'mse'")
-
-
-def _scale_search(value: ScaleSearch | str | bool | None) -> ScaleSearch | None:
-    if value is None or value is False:
-        return None
-    if isinstance(value, int) and value in ScaleSearch._value2member_map_:  # True is 1, MSE
-        return ScaleSearch(value)
-    if isinstance(value, str) and value.upper() in ScaleSearch.__members__:
-        return ScaleSearch[value.upper()]
-    raise ValueError(f"unknown scale_search {value!r}: use None, True, a ScaleSearch or 'mse'")

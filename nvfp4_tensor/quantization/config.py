@@ -70,7 +70,7 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
     activations: Activations | str | None = None
 
     def __post_init__(self) -> None:
-        self.activations = Activations.of(self.activations)
+        self.activations = None if self.activations is None else Activations.of(self.activations)
         given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
         if unused := [name for name in given if name in self._replaced()]:
             raise ValueError(f"{', '.join(unused)} would have no effect with the given specs: set it in the specs")
@@ -124,9 +124,14 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
         return {"product_backend": ProductBackend.AUTO if self.activations is None else ProductBackend.FP8}
 
     def _spec(self, **changes: Any) -> QuantizeSpec:
-        """Return the spec of the shared arguments. All weights share one object, which torch.compile's guards need."""
-        arguments = {name: getattr(self, name) for name in _SHARED} | changes
-        return QuantizeSpec.unpack(QuantizeSpec(**arguments).pack())
+        """Return the spec of the shared arguments."""
+        return _spec_of(**{name: getattr(self, name) for name in _SHARED} | changes)
+
+
+@functools.lru_cache(maxsize=None, typed=True)  # 1 and True differ
+def _spec_of(**arguments: Any) -> QuantizeSpec:
+    """Return the spec of the arguments. All weights share one object, which torch.compile's guards need."""
+    return QuantizeSpec.unpack(QuantizeSpec(**arguments).pack())
 
 
 @functools.partial(pin, loadable=False)

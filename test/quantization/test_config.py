@@ -63,7 +63,7 @@ def test_specs_from_arguments():
             lambda: NVFP4Config(activation_spec=QuantizeSpec(), activation_round_mode="zero"),
             "activation_round_mode would have no effect",
         ),
-        (lambda: NVFP4WeightOnlyConfig(activations="int8"), "unknown activations 'int8': use None.*'fp8'"),
+        (lambda: NVFP4WeightOnlyConfig(activations="int8"), "unknown activations 'int8': .* one of 'fp8'"),
         (lambda: NVFP4Config(activations="fp8"), "use NVFP4WeightOnlyConfig\\(activations='fp8'\\)"),
         (lambda: NVFP4Config(product_backend="fp8"), "is for NVFP4WeightOnlyConfig\\(activations='fp8'\\)"),
         (lambda: NVFP4Config(step="PREPARE"), "step must be None, 'prepare' or 'convert', got 'PREPARE'"),
