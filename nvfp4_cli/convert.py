@@ -15,7 +15,7 @@ from nvfp4_cli.options import CHECKPOINT, NEW
 from nvfp4_cli.results import megabytes, number, prints_to_stderr, show, size_of, writes
 
 if TYPE_CHECKING:
-    from nvfp4_tensor.quantization.accuracy.budget import Budget
+    from nvfp4_tensor.quantization.accuracy.sensitivity import Budget
 
 
 @click.command(short_help="Write an NVFP4 checkpoint in another format.")

@@ -13,15 +13,16 @@ _MAX_DEPTH = 32
 """Number of callers that are inspected."""
 
 
-def caller_frame_locals(function: str, file: str) -> Mapping[str, Any] | None:
-    """Return the locals of the nearest caller ``function`` in a file whose path ends with ``file``, or None."""
+def caller_frame_locals(function: str, file: str, depth: int | None = _MAX_DEPTH) -> Mapping[str, Any] | None:
+    """Return the locals of the nearest caller ``function`` in a file whose path ends with ``file``, or None.
+
+    depth: the number of callers that are inspected, by default few; None for all.
+    """
     frame = sys._getframe(1).f_back
-    for _ in range(_MAX_DEPTH):
-        if frame is None:
-            return None
+    while frame is not None and depth != 0:
         if frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file):
             return frame.f_locals
-        frame = frame.f_back
+        frame, depth = frame.f_back, None if depth is None else depth - 1
     return None
 
 

@@ -13,9 +13,9 @@ from torchao.quantization.qat import QATConfig, QATStep
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.plan import current_call, selected
+from nvfp4_tensor.quantization.quantize_call import once_per_call
 from nvfp4_tensor.training import NVFP4TrainingLinear, Recipe, WeightForDx
-from nvfp4_tensor.training.config import trainable
+from nvfp4_tensor.training.config import check_trainable, trainable
 
 _handlers = transform_module._QUANTIZE_CONFIG_HANDLER
 _torchao_handler = _handlers[QATConfig]
@@ -36,18 +36,18 @@ def _prepare_or_convert(module: nn.Module, config: QATConfig) -> nn.Module:
     if isinstance(base, NVFP4Config) and base.step is not None:
         raise ValueError("QATConfig has steps of its own: give it an NVFP4Config without step")
     if config.step == QATStep.PREPARE:
+        once_per_call(module, config, check_trainable)
         return NVFP4TrainingLinear.convert(trainable(module), recipe_of(base))
+    once_per_call(module, config, lambda model, chosen, is_all: _check_prepared_with(base, chosen))
     if not isinstance(module, NVFP4TrainingLinear):
         return module  # as in torchao, only prepared modules are converted
-    _check_prepared_with(base, module, config)
     return _handlers[type(base)](module.to_dense(), base)
 
 
-def _check_prepared_with(base: NVFP4WeightOnlyConfig, module: nn.Module, config: QATConfig) -> None:
-    """Raise a ValueError if a linear of the call, converted or not yet, trained for another config."""
-    model, _, filter_fn = current_call(module, config)
+def _check_prepared_with(base: NVFP4WeightOnlyConfig, chosen: list[nn.Module]) -> None:
+    """Raise a ValueError if a linear of the call trained for another config."""
     wanted = recipe_of(base)
-    for each in [module] if filter_fn is None else selected(model, filter_fn):
+    for each in chosen:
         if isinstance(each, NVFP4TrainingLinear) and (each.recipe.x, each.recipe.w) != (wanted.x, wanted.w):
             raise ValueError(
                 f"this model trained for weights of ({each.recipe.w}) and activations of ({each.recipe.x or 'dense'}), "

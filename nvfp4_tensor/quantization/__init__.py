@@ -1,7 +1,7 @@
 """Configs and linears for torchao's quantize_, calibration, and methods that improve accuracy."""
 
 import nvfp4_tensor.dispatch  # noqa: F401  first: registers the tensor's operators and silences torchao's log lines
-from nvfp4_tensor.quantization import linear  # registers the quantize_ handlers of our configs
+from nvfp4_tensor.quantization import conversion  # registers the quantize_ handlers of our configs
 from nvfp4_tensor.quantization.accuracy.folding import fold_scales
 from nvfp4_tensor.quantization.accuracy.gptq import GPTQConfig, gptq
 from nvfp4_tensor.quantization.accuracy.self_generated_text import generate_calibration_text
@@ -23,10 +23,10 @@ __all__ = [
     "ObservedLinear",
     "Sensitivity",
     "calibrate",
+    "conversion",
     "fold_scales",
     "generate_calibration_text",
     "gptq",
-    "linear",
     "quantize_model",
     "routed_tokens",
     "sensitivity",

@@ -15,16 +15,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchao.quantization import quantize_
 from tqdm import tqdm
 
 from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear
-from nvfp4_tensor.quantization.experts import nothing_matched
-from nvfp4_tensor.quantization.observed_experts import finish, observed_weights, routed_tokens, summary_of
-from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, is_observable
-from nvfp4_tensor.quantization.shards import refuse_shards
+from nvfp4_tensor.quantization.conversion import Conversion
+from nvfp4_tensor.quantization.experts import names_of_experts
+from nvfp4_tensor.quantization.observed_experts import finish, routed_tokens, summary_of
+from nvfp4_tensor.quantization.observer import ObservedLinear
+from nvfp4_tensor.quantization.quantize_call import selected, warn_of_dense_attention
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model
 
@@ -81,27 +82,31 @@ def calibrate(
     convert = dataclasses.replace(config, step="convert")
     prepare = dataclasses.replace(config, step="prepare", **_CONVERT_ONLY if isinstance(config, NVFP4Config) else {})
     chosen = PlannedFilter(model, plan_model(model, filter_fn))
-    refuse_shards(model, chosen.linears | (chosen.experts if config.experts else set()))
-    chosen.experts = set()  # config.experts has them observed
+    linears: list[nn.Module] = chosen.linears
+    if filter_fn is not None:
+        warn_of_dense_attention(model, filter_fn)
+        linears = list(selected(model, filter_fn))  # the first that is no linear is refused by name
+    experts = names_of_experts(model) if config.experts else set()
+    if not linears and not experts:
+        raise ValueError(f"nothing to quantize in {type(model).__name__}: experts=True in the config selects experts")
     with restored(model, only_on_error=True):  # also on an interrupt: a partly prepared model is useless
         for module in chosen.linears:
             as_linear(module)
-        linears = {module for module in model.modules() if is_observable(module)}
         to_dense(model)
-        quantize_(model, prepare, filter_fn=chosen if filter_fn is None else filter_fn)
-        if not any(isinstance(module, ObservedLinear) for module in linears):
-            raise ValueError(nothing_matched(model, filter_fn))
-        _run(model, batches, progress)
-        own = {
-            name: each for name, each in model.named_modules() if isinstance(each, ObservedLinear) and each in linears
-        }
-        _check_all_observed(own | observed_weights(model), config.weighted)
+        Conversion(model, linears, prepare, experts=experts).run(model)
+        with torch.no_grad():
+            for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
+                call_model(model, batch)
+        conversion = Conversion(model, linears, convert, groups=chosen.groups, experts=experts)
+        _warn_of_nonfinite(conversion)
     try:  # not within restored(), which keeps the dense weights
-        quantize_(model, convert, filter_fn=chosen)
+        conversion.start(model)
+        for module in linears:
+            conversion.apply(module)
     except BaseException:
-        for each in linears:
-            if isinstance(each, ObservedLinear):
-                each.stop_observing()
+        for module in linears:
+            if isinstance(module, ObservedLinear):
+                module.stop_observing()
         finish(model)
         raise
     if progress and (routed := routed_tokens(model)):
@@ -109,37 +114,12 @@ def calibrate(
     return model
 
 
-@torch.no_grad()
-def _run(model: nn.Module, batches: Iterable[Any], progress: bool) -> None:
-    for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
-        if isinstance(batch, Mapping):
-            model(**batch)
-        elif isinstance(batch, tuple | list):
-            model(*batch)
-        else:
-            model(batch)
-
-
-def _check_all_observed(observed: Mapping[str, InputStatistics], weighted: bool) -> None:
-    """Raise an error for linears and experts without any finite input, or with inputs that are too large for a weighted
-    search; warn of those with some nonfinite inputs."""
-    unseen = [name for name, each in observed.items() if each.activation_histogram.sum() == 0]
-    nonfinite = [name for name, each in observed.items() if each.activation_nonfinite > 0]
-    if broken := [name for name in unseen if name in nonfinite]:
-        raise RuntimeError(
-            f"all inputs of {', '.join(broken)} were NaN or infinite, and the model is unchanged: look for NaN in the "
-            "batches and in the dense model's weights, and for overflow if the model runs in float16"
-        )
-    if unseen:
-        raise RuntimeError(
-            f"no batch reached {', '.join(unseen)}, and the model is unchanged: exclude them with filter_fn, or "
-            "calibrate on batches that use them"
-        )
-    for name, each in observed.items() if weighted else ():
-        each.check_squares(name)
-    if nonfinite:
+def _warn_of_nonfinite(conversion: Conversion) -> None:
+    """Warn of linears and experts some of whose inputs were not finite."""
+    names = [name for name, each in conversion.observed.items() if each.activation_nonfinite > 0]
+    if names:
         warnings.warn(
-            f"some inputs of {', '.join(nonfinite)} were NaN or infinite and were ignored in the calibration: check "
+            f"some inputs of {', '.join(names)} were NaN or infinite and were ignored in the calibration: check "
             "the batches",
             stacklevel=user_level(),
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,22 +21,6 @@ def _is_first(what: str, model: Any) -> bool:
         return False
     _asked[what].add(model)
     return True
-
-
-def warn_of_adapters(model: nn.Module, chosen: Collection[nn.Module]) -> None:
-    """Warn if quantize_ freezes adapters of peft that would train: once for each model."""
-    adapters = [
-        name
-        for name, module in model.named_modules()
-        if "lora_" in name and module in chosen and module.weight.requires_grad  # type: ignore[union-attr]
-    ]
-    if adapters and _is_first("adapters", model):
-        warnings.warn(
-            f"quantize_ also quantizes {len(adapters)} matrices of adapters ({adapters[0]}, ...), which then do not "
-            "train: quantize before peft.get_peft_model, or pass filter_fn=lambda module, name: isinstance(module, "
-            "torch.nn.Linear) and 'lora_' not in name",
-            stacklevel=user_level(),
-        )
 
 
 def warn_of_merge() -> None:

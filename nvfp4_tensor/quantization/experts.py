@@ -9,9 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor.dispatch.second_quantizer import TRAINED_EXPERTS
-from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize_experts
 
 _NAMES = ("gate_up_proj", "up_proj", "gate_proj", "down_proj")
 """The names of experts' weights in transformers."""
@@ -40,40 +37,14 @@ def expert_weights(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, weight in weights if weight is not None and weight.dim() == 3)
 
 
-def dense_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (name, module, attribute) of each dense experts' weight in a transformers model."""
-    for path, module in model.named_modules():
-        for name in expert_weights(module):
-            weight = module._parameters[name]
-            assert weight is not None
-            if type(weight.data) is Tensor and weight.dtype in HIGH_PRECISION_DTYPES:
-                yield f"{path}.{name}".lstrip("."), module, name
-
-
-def quantized_experts(
-    module: nn.Module, weight: Tensor, spec: QuantizeSpec, activation_spec: QuantizeSpec | None = None
-) -> NVFP4Tensor:
-    """Quantize an experts' weight of the module, with blocks along the dimension that products sum over."""
-    if not is_transposed(module):
-        return quantize_experts(weight, spec, activation_spec=activation_spec)
-    transposed = weight.transpose(-2, -1).contiguous()
-    quantized = quantize_experts(transposed, spec, activation_spec=activation_spec).transpose(-2, -1)
-    assert isinstance(quantized, NVFP4Tensor)
-    return quantized
+def names_of_experts(model: nn.Module) -> set[str]:
+    """Return the names of all experts' weights of a transformers model."""
+    return {f"{path}.{name}".lstrip(".") for path, module in model.named_modules() for name in expert_weights(module)}
 
 
 def matrix_of(module: object, weight: Tensor, expert: int) -> Tensor:
     """Return the weight (N, K) of one expert."""
     return weight[expert].mT if is_transposed(module) else weight[expert]
-
-
-def joined(module: object, experts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
-    """Stack the weights (N, K) of the module's experts as it stores them, each with a per-tensor scale of its own."""
-    stacked = torch.stack(tuple(experts))
-    assert isinstance(stacked, NVFP4Tensor)
-    scales = torch.stack([expert.per_tensor_scale for expert in experts]).reshape(len(experts), -1)
-    stacked = stacked._replace(per_tensor_scale=scales)
-    return stacked.transpose(-2, -1) if is_transposed(module) else stacked  # type: ignore[return-value]
 
 
 # --- the inputs of experts -------------------------------------------------------------------------------------------
@@ -154,33 +125,3 @@ def experts_configs(model: nn.Module) -> list[Any]:
     """Return the configs of a model by which its experts choose their implementation."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(each): each for each in configs if hasattr(each, "_experts_implementation")}.values())
-
-
-# --- messages --------------------------------------------------------------------------------------------------------
-
-
-def left_dense(model: nn.Module) -> str | None:
-    """Return a one-line warning about experts that stay dense, or None if the model has none."""
-    names = [name for name, _, _ in dense_experts(model)]
-    if not names:
-        return None
-    total = sum(parameter.numel() for parameter in model.parameters())
-    share = sum(getattr(module, name).numel() for _, module, name in dense_experts(model)) / total
-    return (
-        f"the experts stay dense, {share:.0%} of the model's weights ({names[0]}, {len(names)} in all): experts=True "
-        "in the config also quantizes them, experts=False silences this warning"
-    )
-
-
-def nothing_matched(model: nn.Module, filter_fn: object) -> str:
-    """Return the error message for a model in which nothing is selected."""
-    kinds: dict[str, int] = {}
-    for module in model.modules():
-        if any(p is not None and p.dim() > 1 for p in module._parameters.values()):
-            kinds[type(module).__name__] = kinds.get(type(module).__name__, 0) + 1
-    found = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "no module with a matrix"
-    fix = "filter_fn selects none of them" if filter_fn is not None else "replace the others by nn.Linear first"
-    return (
-        f"nothing to quantize in {type(model).__name__}: linears and transformers' experts can be quantized, and the "
-        f"model has {found} ({fix})"
-    )

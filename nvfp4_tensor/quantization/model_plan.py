@@ -10,13 +10,13 @@ import dataclasses
 import enum
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
 from nvfp4_tensor.quantization.model_families import LEFT_DENSE, NOT_LINEAR
-from nvfp4_tensor.quantization.names import is_matched, joined_with, some
+from nvfp4_tensor.quantization.names import group_of, is_matched, joined_with, some
 
 FEW_ROWS = BLOCK
 """Weights with fewer rows stay dense: they are routers, gates and scores, and hold a negligible share of a model."""
@@ -78,23 +78,11 @@ class PlannedMatrix:
         return self.reason.endswith(_UNFIT)
 
 
-class ModelPlan(Mapping[str, PlannedMatrix]):
+class ModelPlan(dict[str, PlannedMatrix]):
     """The matrices of a model by name, each with its decision and the reason.
 
     ``print(plan)`` shows one row for equal matrices of all layers.
     """
-
-    def __init__(self, matrices: Mapping[str, PlannedMatrix]) -> None:
-        self._matrices = dict(matrices)
-
-    def __getitem__(self, name: str) -> PlannedMatrix:
-        return self._matrices[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._matrices)
-
-    def __len__(self) -> int:
-        return len(self._matrices)
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -215,7 +203,7 @@ def plan_matrices(
         )
     quantized = {name for name, each in planned.items() if each.is_quantized}
     for name in quantized & groups.keys():
-        planned[name] = dataclasses.replace(planned[name], group=joined_with(name, quantized & set(groups[name])))
+        planned[name] = dataclasses.replace(planned[name], group=group_of(name, quantized, linears))
     return ModelPlan(planned)
 
 

@@ -49,6 +49,11 @@ def joined_with(name: str, names: Container[str]) -> tuple[str, ...]:
     return tuple(each for each in group if each in names and _row_of(each, names) == found)
 
 
+def group_of(name: str, chosen: Container[str], linears: Container[str]) -> tuple[str, ...]:
+    """Return the weights among ``chosen`` that share a per-tensor scale with this one in a model with ``linears``."""
+    return joined_with(name, {each for each in joined_with(name, linears) if each in chosen})
+
+
 def _row_of(name: str, names: Container[str]) -> tuple[str, tuple[str, ...]] | None:
     """Return the prefix and the row of the tables by which a weight is joined."""
     for prefix, member in _split(name):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import experts
-from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.observer import InputStatistics
 from nvfp4_tensor.quantization.shards import refuse_dtensors
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.quantization.weights import WeightRef
 
 _ATTRIBUTE = "observed_inputs"
 ROUTED = "routed_tokens"
@@ -51,13 +50,9 @@ class ObservedExperts(nn.Module):
         return own
 
 
-def observe(model: nn.Module, spec: QuantizeSpec, names: Container[str] | None = None) -> None:
-    """Start observing the inputs of a model's dense experts, which then take about E / k times as long.
-
-    names: of the weights to observe, by default all.
-    """
-    chosen = (module for name, module, _ in experts.dense_experts(model) if names is None or name in names)
-    for module in dict.fromkeys(chosen):
+def observe(weights: Iterable[WeightRef], spec: QuantizeSpec) -> None:
+    """Start observing the inputs of dense experts, which then take about E / k times as long."""
+    for module in dict.fromkeys(each.module for each in weights):
         if observed_inputs(module) is None:
             setattr(module, _ATTRIBUTE, ObservedExperts(module, spec))
             module.register_forward_pre_hook(_observe_experts, with_kwargs=True)
@@ -84,31 +79,6 @@ def observed_weights(model: nn.Module) -> dict[str, InputStatistics]:
     }
 
 
-def check_observed(model: nn.Module, config: NVFP4WeightOnlyConfig, names: Container[str] | None = None) -> None:
-    """Raise an error if a dense expert of a model, or of ``names``, cannot be converted: it observed nothing, or too
-    large values."""
-    own = observed_weights(model)
-    dense = [name for name, _, _ in experts.dense_experts(model) if names is None or name in names]
-    if missing := [name for name in dense if name not in own]:
-        raise ValueError(
-            f"{missing[0]} was not prepared, and nothing was converted: give experts=True in the prepare step too, or "
-            "experts=False in this one"
-        )
-    if unseen := [name for name, each in own.items() if each.activation_histogram.sum() == 0]:
-        raise RuntimeError(
-            f"{unseen[0]} has observed no finite input, and nothing was converted: run the model on data that reach it"
-        )
-    for name, each in own.items() if config.weighted else ():
-        each.check_squares(name)
-
-
-def stop_observing(module: nn.Module) -> None:
-    """Remove the statistics of an experts' module."""
-    delattr(module, _ATTRIBUTE)
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _observe_experts]:
-        del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-
-
 @functools.partial(pin, loadable=False)
 @torch.no_grad()
 def _observe_experts(module: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
@@ -123,47 +93,23 @@ def _observe_experts(module: nn.Module, args: tuple[Any, ...], keywords: Mapping
 
 
 @torch.no_grad()
-def quantize_all(
-    model: nn.Module,
-    config: NVFP4WeightOnlyConfig,
-    names: Container[str] | None = None,
-    statistics: Mapping[nn.Module, ObservedExperts] | None = None,
-) -> None:
-    """Quantize the weights of dense experts of a model in place, by their observed inputs if there are any.
-
-    Args:
-        names: of the weights, by default all.
-        statistics: of modules that no longer observe.
-    """
-    for path, module, name in list(experts.dense_experts(model)):
-        if names is not None and path not in names:
-            continue
-        weight, own = getattr(module, name).detach(), (statistics or {}).get(module, observed_inputs(module))
-        amax = None
-        if own is not None and isinstance(config, NVFP4Config) and not config.activation.row_scaled:
-            amax = own.of(name).amax_for(config)
-        if own is not None and config.weighted:
-            quantized = quantize_weighted_experts(module, weight, config.weight, own.of(name).activation_squares)
-        else:
-            quantized = experts.quantized_experts(module, weight, config.weight)
-        quantized = quantized._replace(activation_spec=config.activation, activation_amax=amax)
-        setattr(module, name, nn.Parameter(quantized, requires_grad=False))
-    finish(model)
+def quantize_observed(weight: WeightRef, config: NVFP4WeightOnlyConfig) -> None:
+    """Quantize a dense weight of experts in place, by its observed inputs if there are any."""
+    found = observed_inputs(weight.module)
+    own = None if found is None else found.of(weight.attribute)
+    quantized = weight.quantized(config, squares=own.activation_squares if own and config.weighted else None)
+    if own is not None and isinstance(config, NVFP4Config) and not config.activation.row_scaled:
+        quantized = quantized._replace(activation_amax=own.amax_for(config))
+    weight.set(quantized)
 
 
 def finish(model: nn.Module) -> None:
     """Stop observing the experts of a model, and keep how many tokens the router sent to each."""
     for module, own in observed(model).values():
         setattr(module, ROUTED, own.tokens.tolist())
-        stop_observing(module)
-
-
-def quantize_weighted_experts(module: nn.Module, weight: Tensor, spec: QuantizeSpec, squares: Tensor) -> NVFP4Tensor:
-    """Quantize the module's weight by a scale search; squares (E, K) weigh the errors of each expert's columns."""
-    return experts.joined(
-        module,
-        [quantize_weighted(experts.matrix_of(module, weight, e), spec, squares[e]) for e in range(len(weight))],
-    )
+        delattr(module, _ATTRIBUTE)
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _observe_experts]:
+            del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
 
 
 def routed_tokens(model: nn.Module) -> dict[str, list[int]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeGuard
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from nvfp4_tensor.dispatch.nested import is_nested, over_nested
 from nvfp4_tensor.numerics.layout import BLOCK, FLOAT32_MAX, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.config import NVFP4Config
-from nvfp4_tensor.quantization.conv1d import is_conv1d
 from nvfp4_tensor.quantization.fast_path import keep_called, release
 from nvfp4_tensor.quantization.shards import refuse_dtensors
 
@@ -26,25 +25,14 @@ HEADROOM = 1 << 14
 represents at full precision (from 2^-6 on)."""
 
 
-def check_observable(linear: nn.Linear) -> None:
-    """Raise a TypeError for a subclass of nn.Linear whose own forward an observer would bypass."""
-    if not is_observable(linear):
+def check_observable(linear: nn.Module) -> None:
+    """Raise a TypeError for a subclass of nn.Linear whose own forward an observer would bypass.
+
+    A forward that does not call super(), like that of Falcon's linears, is called by the observer.
+    """
+    code = getattr(type(linear).forward, "__code__", None)
+    if isinstance(linear, ObservedLinear) or code is None or "__class__" in code.co_freevars:
         raise TypeError(f"only a plain nn.Linear can be observed, not {linear}: exclude it with filter_fn")
-
-
-def is_observable(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether the module is an nn.Linear, or a subclass (like Falcon's) whose forward does not call super()."""
-    forward: Any = getattr(type(module).forward, "__code__", None)
-    return (
-        type(module) is nn.Linear
-        or is_conv1d(module)
-        or (
-            isinstance(module, nn.Linear)
-            and not isinstance(module, ObservedLinear)
-            and forward is not None
-            and "__class__" not in forward.co_freevars
-        )
-    )
 
 
 @functools.partial(pin, loadable=False)
@@ -111,22 +99,9 @@ class InputStatistics(nn.Module):
         with torch.autocast(x.device.type, enabled=False):  # it would round the squares
             self.activation_squares[experts] += squares.sum(dim=0) if weights is None else weights.mT @ squares
 
-    def check_observed(self) -> None:
-        """Raise a RuntimeError if nothing has been observed."""
+    def _check_observed(self) -> None:
         if self.activation_histogram.sum() == 0:
-            observed = "only NaN and infinities" if self.activation_nonfinite else "no finite input"
-            raise RuntimeError(
-                f"{self} has observed {observed}, and nothing was converted: run the model on data that reach it, or "
-                "keep it dense with its stop_observing(), then convert"
-            )
-
-    def check_squares(self, name: object) -> None:
-        """Raise a RuntimeError if a weighted search cannot use the sums of squares."""
-        if not self.activation_squares.isfinite().all():
-            raise RuntimeError(
-                f"the squares of the inputs of {name} are not finite, and nothing was converted: calibrate on other "
-                "data, or give a config without weighted"
-            )
+            raise RuntimeError(f"{self} has observed no finite input: run the model on data that reach it")
 
     def amax_for(self, config: NVFP4Config) -> Tensor:
         """Return the static amax that a config chooses, float32 0-d."""
@@ -138,7 +113,7 @@ class InputStatistics(nn.Module):
         Raises:
             RuntimeError: nothing has been observed.
         """
-        self.check_observed()
+        self._check_observed()
         if percentile is None:
             return self.activation_amax.clone()
         return torch.minimum(_percentile(self.activation_histogram, percentile), self.activation_amax)
@@ -152,7 +127,7 @@ class InputStatistics(nn.Module):
         Raises:
             RuntimeError: nothing has been observed.
         """
-        self.check_observed()
+        self._check_observed()
         blocks = self.activation_block_histogram.clone()
         blocks[0] = 0  # blocks of zeros and subnormals, whose scales are zero with any amax
         if blocks.sum() == 0:
@@ -196,6 +171,27 @@ class ObservedLinear(InputStatistics, nn.Linear):
         release(self)
         self.__class__ = kind  # type: ignore[assignment]
         return self
+
+
+def check_observed(observed: Mapping[str, InputStatistics], weighted: bool) -> None:
+    """Raise a RuntimeError if a weight, by name, observed no finite input, or too large ones for a weighted search."""
+    unseen = [name for name, each in observed.items() if each.activation_histogram.sum() == 0]
+    if broken := [name for name in unseen if observed[name].activation_nonfinite > 0]:
+        raise RuntimeError(
+            f"all inputs of {', '.join(broken)} were NaN or infinite, and no weight was quantized: look for NaN in the "
+            "batches and in the dense model's weights, and for overflow if the model runs in float16"
+        )
+    if unseen:
+        raise RuntimeError(
+            f"no input reached {', '.join(unseen)}, and no weight was quantized: run the model on batches that use "
+            "them, exclude them with filter_fn, or keep prepared linears dense with stop_observing() of each"
+        )
+    infinite = [name for name, each in observed.items() if not each.activation_squares.isfinite().all()]
+    if weighted and infinite:
+        raise RuntimeError(
+            f"the squares of the inputs of {', '.join(infinite)} are not finite, and no weight was quantized: "
+            "calibrate on other data, or give a config without weighted"
+        )
 
 
 def _counts(magnitude: Tensor) -> Tensor:

@@ -9,18 +9,15 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import quantize_
-from torchao.quantization.quantize_.common.quantization_step import QuantizationStep
 
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import is_conv1d, is_linear
-from nvfp4_tensor.quantization.experts import expert_weights, is_transposed, stop_training
+from nvfp4_tensor.quantization.conversion import Conversion
+from nvfp4_tensor.quantization.experts import expert_weights, is_transposed
 from nvfp4_tensor.quantization.model_plan import Kind, Matrix, ModelPlan, plan_matrices
-from nvfp4_tensor.quantization.observed_experts import check_observed, observe, observed, quantize_all
-from nvfp4_tensor.quantization.shards import refuse_shards
+from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-
-Filter = Callable[[nn.Module, str], bool]
 
 
 def quantize_model(
@@ -66,32 +63,16 @@ def quantize_model(
         print(report["model.layers.0.mlp.gate.weight"].reason)  # router of experts
     """
     config = NVFP4WeightOnlyConfig() if config is None else config
-    matrices = matrices_of(model)
-    with_experts = isinstance(config, NVFP4WeightOnlyConfig) and config.experts is not False
-    if not with_experts:
-        ours = isinstance(config, NVFP4WeightOnlyConfig)
+    ours, matrices = isinstance(config, NVFP4WeightOnlyConfig), matrices_of(model)
+    if not ours or config.experts is False:
         matrices = without_experts(matrices, "experts=False" if ours else f"{type(config).__name__} is for linears")
     plan = plan_model(model, filter_fn, exclude=exclude, include=include, matrices=matrices)
     chosen = PlannedFilter(model, plan)
-    if not isinstance(config, NVFP4WeightOnlyConfig):
+    if isinstance(config, NVFP4WeightOnlyConfig):
+        Conversion(model, chosen.linears, config, groups=chosen.groups, experts=chosen.experts).run(model)
+    else:
         with restored(model, only_on_error=True):  # other handlers check a linear when it is its turn
             quantize_(model, config, filter_fn=chosen)
-        return plan
-    refuse_shards(model, chosen.linears | chosen.experts)
-    experts, chosen.experts = chosen.experts, set()
-    if not experts:
-        quantize_(model, config, filter_fn=chosen)
-        return plan
-    names = {name for name in plan.quantized if model.get_submodule(_path(name)) in experts}
-    statistics = {module: own for module, own in observed(model).values()}
-    if config.step == QuantizationStep.CONVERT:
-        check_observed(model, config, names)
-    quantize_(model, dataclasses.replace(config, experts=False), filter_fn=chosen)
-    stop_training(model)
-    if config.step == QuantizationStep.PREPARE:
-        observe(model, config.activation or config.weight, names)
-    else:
-        quantize_all(model, config, names, statistics)
     return plan
 
 
@@ -190,10 +171,11 @@ def _heads(model: nn.Module) -> set[str]:
 
 
 class PlannedFilter:
-    """A filter for ``quantize_``, ``calibrate`` and ``gptq`` that selects the linears and experts of a plan.
+    """A filter for ``quantize_`` and ``gptq`` that selects the linears and experts of a plan.
 
     Attributes:
-        linears, experts: the modules.
+        linears: the modules of linears, in the order of the model.
+        experts: the names of experts' weights.
         groups: the linears with which each linear shares a per-tensor scale, including itself.
     """
 
@@ -205,11 +187,13 @@ class PlannedFilter:
 
         quantized = [plan[name] for name in plan.quantized]
         linears = [each for each in quantized if is_linear(module_of(each.name))]
-        self.linears = {module_of(name) for each in linears for name in (each.name, *each.tied)}
-        self.experts = {module_of(each.name) for each in quantized} - self.linears
+        chosen = {module_of(name) for each in linears for name in (each.name, *each.tied)}
+        self.linears = [module for module in model.modules() if module in chosen]
+        self.experts = {each.name for each in quantized} - {each.name for each in linears}
         self.groups: Mapping[nn.Module, tuple[nn.Module, ...]] = {
             module_of(each.name): tuple(map(module_of, each.group)) for each in linears if len(each.group) > 1
         }
+        self._modules = chosen | {module_of(name) for name in self.experts}
 
     def __call__(self, module: nn.Module, name: str) -> bool:
-        return module in self.linears or module in self.experts
+        return module in self._modules

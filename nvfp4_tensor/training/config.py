@@ -16,7 +16,8 @@ from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.quantization import trained
 from nvfp4_tensor.quantization.conv1d import as_linear, is_conv1d
 from nvfp4_tensor.quantization.linear import quantizable
-from nvfp4_tensor.quantization.plan import plan_of
+from nvfp4_tensor.quantization.quantize_call import once_per_call
+from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.training.linear.cache import WeightCodes
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import Recipe, resolve
@@ -62,16 +63,17 @@ class NVFP4TrainingConfig(AOBaseConfig):
 
 @register_quantize_module_handler(NVFP4TrainingConfig)
 def _train_linear(module: nn.Module, config: NVFP4TrainingConfig) -> nn.Module:
-    plan_of(module, config, _is_trainable)  # checks all modules of the call before the first one changes
+    once_per_call(module, config, check_trainable)
     linear = as_linear(trainable(module))
     assert isinstance(config.recipe, Recipe) and isinstance(linear, nn.Linear)
     return NVFP4TrainingLinear.convert(linear, config.recipe, config.next_sign())
 
 
-def _is_trainable(module: nn.Module) -> bool:
-    """Raise the errors of :func:`trainable`; return False, because tied weights stay tied without a plan."""
-    trainable(module)
-    return False
+def check_trainable(model: nn.Module, chosen: list[nn.Module], is_all: bool) -> None:
+    """Raise the errors of all modules of a call before the first one changes."""
+    refuse_shards(model, chosen)
+    for module in chosen:
+        trainable(module)
 
 
 def trainable(module: nn.Module) -> nn.Linear:

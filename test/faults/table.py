@@ -120,7 +120,7 @@ FAULTS = [
     F("distributed/agreement.py", "if expected != found:", "if False:", "distributed/test_fsdp.py distributed/test_ddp.py distributed/test_fsdp_training.py"),
     # --- emulation, _compat, command line ---
     F("emulation/scales.py", "element.mantissa + 1", "element.mantissa", "emulation/test_brute_force.py"),
-    F("_compat/frames.py", "frame is None", "frame is not None", "_compat/test_frames.py"),
+    F("_compat/frames.py", "while frame is not None", "while frame is None", "_compat/test_frames.py"),
     F("_compat/frames.py", '("accelerate", "nvfp4_tensor", "peft",', '("accelerate", "peft",', "_compat/test_frames.py dispatch/test_optimizers.py"),
     F("integrations/loading.py", "None in found or len(found) >= parts", "True", "integrations/test_loading.py"),
     F("integrations/loading.py", "sum(each[0] == shard for each in found) >= count", "bool(found)",

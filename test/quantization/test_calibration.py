@@ -49,14 +49,6 @@ def test_the_amax_is_that_of_all_batches(device):
     assert halves[0].weight.activation_amax == pytest.approx(torch.cat(data).float().abs().median().item(), rel=0.04)
 
 
-def test_one_batch_in_place_of_several():
-    m, x = nn.Sequential(nn.Linear(50, 16)), torch.randn(4, 50)
-    for batch in (x, {"input": x}):
-        with pytest.raises(TypeError, match=rf"not one {type(batch).__name__}: pass \[batch\]"):
-            calibrated(m, batch)
-        assert type(m[0]) is nn.Linear
-
-
 def test_two_steps_with_a_state_dict_between():
     m, other = model(), model()
     other.load_state_dict(m.state_dict())
@@ -69,17 +61,13 @@ def test_two_steps_with_a_state_dict_between():
     for each in (m, other):
         quantize_(each, NVFP4Config(step="convert"))
         assert not dict(each.named_buffers())
-    assert torch.equal(m(batches()[0]), other(batches()[0]))
-
-
-def test_a_static_scale_survives_compiling_copying_and_moving():
-    m, x = calibrated(model(), batches()), batches(1)[0]
-    for other in (copy.deepcopy(m), torch.compile(m, fullgraph=True, backend="aot_eager")):
-        assert torch.equal(other(x), m(x))
+    x = batches(1)[0]
+    for each in (other, copy.deepcopy(m), torch.compile(m, fullgraph=True, backend="aot_eager")):
+        assert torch.equal(each(x), m(x))
     assert m.to("meta")[0].weight.activation_amax.device.type == "meta"
 
 
-def test_forms_of_a_batch():
+def test_forms_of_a_batch(capsys):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -89,8 +77,13 @@ def test_forms_of_a_batch():
             return self.linear(a + b)
 
     a, b = torch.ones(2, 16), torch.full((2, 16), 2.0)
-    m = calibrate(Two(), [(a, b), [b, b], {"a": a, "b": 4 * b}], progress=False)
-    assert m.linear.weight.activation_amax == 9
+    m = Two()
+    for batch in (a, {"a": a, "b": b}):
+        with pytest.raises(TypeError, match=rf"not one {type(batch).__name__}: pass \[batch\]"):
+            calibrate(m, batch)
+        assert type(m.linear) is nn.Linear
+    calibrate(m, [(a, b), [b, b], {"a": a, "b": 4 * b}])
+    assert m.linear.weight.activation_amax == 9 and "calibrating" in capsys.readouterr().err
 
 
 def test_a_nan_beside_others_is_left_out_by_name():
@@ -102,62 +95,43 @@ def test_a_nan_beside_others_is_left_out_by_name():
     assert torch.equal(m[0].weight.activation_amax, other[0].weight.activation_amax)
 
 
-def test_no_more_than_one_dense_weight_is_kept(monkeypatch):
+def test_one_dense_weight_is_kept_and_out_of_memory_leaves_whole_linears(monkeypatch):
     m = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).bfloat16()
     weights, alive = [weakref.ref(linear.weight) for linear in m], []
 
     def counting(weight, spec, **amax):
         alive.append(sum(each() is not None for each in weights))
-        return quantize(weight, spec, **amax)
-
-    monkeypatch.setattr("nvfp4_tensor.quantization.linear.quantize", counting)
-    calibrate(m, [torch.randn(8, 64).bfloat16()], progress=False)
-    assert alive == [4, 3, 2, 1]
-
-
-def test_out_of_memory_leaves_whole_linears(monkeypatch):
-    def quantize_the_first(weight, spec, **amax):
-        if weight.shape != (40, 48):
+        if len(alive) == 4:
             raise MemoryError
         return quantize(weight, spec, **amax)
 
-    m, x = model(), batches(1)[0]
-    monkeypatch.setattr("nvfp4_tensor.quantization.linear.quantize", quantize_the_first)
+    monkeypatch.setattr("nvfp4_tensor.quantization.weights.quantize", counting)
+    x = torch.randn(8, 64).bfloat16()
     with pytest.raises(MemoryError):
-        calibrated(m, batches())
-    assert isinstance(m[0].weight, NVFP4Tensor) and type(m[2]) is nn.Linear and not dict(m.named_buffers())
+        calibrated(m, [x])
+    assert alive == [4, 3, 2, 1]
+    assert isinstance(m[2].weight, NVFP4Tensor) and type(m[3]) is nn.Linear and not dict(m.named_buffers())
     assert m(x).isfinite().all()
 
 
-def test_what_was_prepared_before_is_left_alone():
-    m = model()
-    quantize_(m, NVFP4Config(step="prepare"), filter_fn=lambda module, name: name == "0")
-    calibrate(m, batches(1), filter_fn=lambda module, name: name == "2", progress=False)
-    assert m[0].activation_amax > 0 and isinstance(m[2].weight, NVFP4Tensor)
-
-
-def test_a_missing_backend_is_found_before_the_batches_and_keeps_what_was_observed(monkeypatch):
-    def never():
-        pytest.fail("a batch was asked for")
-        yield
+def test_what_was_observed_before_is_kept(monkeypatch):
+    """Also if a missing backend is found, before the batches."""
 
     def missing(backend):
         raise ImportError(backend.name)
 
     m = model()
-    quantize_(m, NVFP4Config(step="prepare"))
-    m(batches()[0])
-    monkeypatch.setattr("nvfp4_tensor.quantization.linear.check_installed", missing)
+    quantize_(m, NVFP4Config(step="prepare"), filter_fn=lambda module, name: name == "0")
+    calibrated(m, batches(1), filter_fn=lambda module, name: name == "2")
+    assert m[0].activation_amax > 0 and isinstance(m[2].weight, NVFP4Tensor)
+    monkeypatch.setattr("nvfp4_tensor.quantization.conversion.check_installed", missing)
     with pytest.raises(ImportError, match="FBGEMM"):
-        calibrate(model(), never(), NVFP4Config(product_backend="fbgemm"), progress=False)
+        calibrated(
+            model(), iter(lambda: pytest.fail("a batch was asked for"), 0), NVFP4Config(product_backend="fbgemm")
+        )
     with pytest.raises(ImportError, match="FBGEMM"):
         quantize_(m, NVFP4Config(step="convert", product_backend="fbgemm"))
     assert isinstance(m[0], ObservedLinear) and m[0].activation_amax > 0
-
-
-def test_progress_is_shown(capsys):
-    calibrate(model(), batches(2))
-    assert "calibrating" in capsys.readouterr().err
 
 
 # --- a scale search weighted by the inputs ---------------------------------------------------------------------------
@@ -171,13 +145,17 @@ def loud(columns=48, rows=64):
     return torch.randn(rows, columns, generator=generator) * torch.logspace(-1, 1, columns)
 
 
-@pytest.mark.parametrize("spec", [SEARCH, SEARCH.replace(block_rows=16)], ids=str)
-def test_equal_weights_change_nothing(spec):
-    w = torch.randn(70, 100)
-    own, plain = quantize_weighted(w, spec, torch.full((100,), 7.0)), quantize(w, spec)
-    same = own.unswizzled_scale().view(torch.uint8) == plain.unswizzled_scale().view(torch.uint8)
-    assert same.float().mean() > 0.995  # the sums of errors are rounded otherwise
-    assert (own.dequantize() == plain.dequantize()).float().mean() > 0.995
+def test_equal_weights_change_nothing_and_columns_that_met_nothing_are_rounded_all_the_same():
+    w, zeros = torch.randn(70, 112), torch.ones(112)
+    zeros[96:] = 0
+    for spec in (SEARCH, SEARCH.replace(block_rows=16)):
+        own, plain = quantize_weighted(w, spec, torch.full((112,), 7.0)), quantize(w, spec)
+        same = own.unswizzled_scale().view(torch.uint8) == plain.unswizzled_scale().view(torch.uint8)
+        assert same.float().mean() > 0.995  # the sums of errors are rounded otherwise
+        assert (own.dequantize() == plain.dequantize()).float().mean() > 0.995
+    expected = quantize_weighted(w, SEARCH, torch.ones(112)).dequantize()
+    for squares in (zeros, 0 * zeros):
+        assert torch.equal(quantize_weighted(w, SEARCH, squares).dequantize(), expected)
 
 
 def test_weighted_with_row_scales_is_that_of_each_row():
@@ -239,30 +217,18 @@ def test_weighted_in_two_steps_and_for_linears_of_one_weight():
     [
         (lambda: NVFP4WeightOnlyConfig(weighted=True), ValueError, "weighted only affects a scale search"),
         (lambda: NVFP4WeightOnlyConfig(step="prepare"), ValueError, "step would have no effect"),
-        (
-            lambda: quantize_(model(), NVFP4WeightOnlyConfig(scale_search="mse", weighted=True)),
-            ValueError,
-            'weighted needs inputs: pass the config to calibrate, or use step="prepare"',
-        ),
+        (lambda: quantize_(model(), NVFP4WeightOnlyConfig(scale_search="mse", weighted=True)), ValueError,
+         'weighted needs inputs: pass the config to calibrate, or use step="prepare"'),
         (lambda: calibrate(model(), batches(), NVFP4WeightOnlyConfig()), TypeError, "with weighted=True"),
         (lambda: NVFP4Config(percentile=99, headroom=True), ValueError, "both choose the amax"),
         (lambda: NVFP4Config(headroom=True, step="prepare"), ValueError, "headroom would have no effect"),
         (lambda: quantize_(model(), NVFP4Config(headroom=True)), ValueError, "headroom would have no effect"),
         (lambda: quantize_weighted(torch.ones(2, 2), QuantizeSpec(), torch.ones(2) / 0), ValueError, "not finite"),
     ],
-)
+)  # fmt: skip
 def test_what_a_calibration_cannot_do(make, error, message):
     with pytest.raises(error, match=message):
         make()
-
-
-def test_columns_that_met_nothing_are_rounded_all_the_same():
-    w, spec = torch.randn(8, 32), SEARCH
-    squares = torch.ones(32)
-    squares[16:] = 0
-    own = quantize_weighted(w, spec, squares).dequantize()
-    assert torch.equal(own, quantize_weighted(w, spec, torch.ones(32)).dequantize())
-    assert torch.equal(quantize_weighted(w, spec, torch.zeros(32)).dequantize(), own)
 
 
 # --- headroom --------------------------------------------------------------------------------------------------------
@@ -291,9 +257,7 @@ def test_headroom(amaxes, expected):
 
 def test_larger_inputs_have_room():
     torch.manual_seed(0)
-    dense = nn.Sequential(nn.Linear(256, 64, bias=False))
-    x = torch.randn(64, 256)
-    errors = {}
+    dense, x, errors = nn.Sequential(nn.Linear(256, 64, bias=False)), torch.randn(64, 256), {}
     for headroom in (False, True):
         m = calibrated(copy.deepcopy(dense), [x], NVFP4Config(headroom=headroom))
         for size in (1, 20):

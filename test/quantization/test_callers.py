@@ -49,10 +49,9 @@ def every(module, name):
 
 
 def test_quantized_adapters_are_named_once():
-    data = [torch.randn(4, 64)]
     for call in (
         lambda model: quantize_(model, CONFIG),
-        lambda model: calibrate(model, data, NVFP4Config(), filter_fn=every, progress=False),
+        lambda model: calibrate(model, [torch.randn(4, 64)], NVFP4Config(), filter_fn=every, progress=False),
     ):
         model = adapted(net())
         assert count(lambda: call(model), match=FREEZES) == 1  # noqa: B023
@@ -127,11 +126,8 @@ def test_the_trainer_of_frozen_weights_is_told_once(kind, said, tmp_path):
         quantize_(model.model, NVFP4TrainingConfig())
     assert count(lambda: train(model, tmp_path), match=FROZEN) == said
     if said:
-        assert count(lambda: train(model, tmp_path), match=FROZEN) == 0
-
-
-def test_a_loop_of_the_users_is_not(tmp_path):
-    assert count(lambda: quantized().train(), match="NVFP4") == 0
+        assert count(lambda: train(model, tmp_path), match=FROZEN) == 0  # once
+        assert count(lambda: quantized().train(), match="NVFP4") == 0  # a loop of the user's
 
 
 # --- load_state_dict -------------------------------------------------------------------------------------------------

@@ -100,6 +100,8 @@ def test_gradient_through_transformed_operands_is_in_the_basis_of_the_input(devi
 
 
 def test_activation_amax_of_a_checkpoint_goes_with_its_codes():
+    """Without one, each call computes its own, because the old one could clip."""
+
     def linear(config, amax=None):
         m = nn.Linear(32, 32)
         quantize_(m, config)
@@ -107,16 +109,16 @@ def test_activation_amax_of_a_checkpoint_goes_with_its_codes():
         return m
 
     static, dynamic = linear(NVFP4Config(), torch.tensor(3.0)), linear(NVFP4Config())
-    weight_only = linear(NVFP4WeightOnlyConfig())
-    for source, target, expected in ((static, dynamic, 3.0), (weight_only, static, 3.0), (static, weight_only, None)):
+    weight_only, other = linear(NVFP4WeightOnlyConfig()), linear(NVFP4Config())
+    for source, target, expected in (
+        (static, dynamic, 3.0), (weight_only, static, 3.0), (static, weight_only, None), (other, static, None)
+    ):  # fmt: skip
         target.load_state_dict(source.state_dict())
         amax = target.weight.activation_amax
         assert expected is None if amax is None else amax.item() == expected
-    other = linear(NVFP4Config())
-    static.load_state_dict(other.state_dict())
-    assert static.weight.activation_amax is None, "each call's own, as in the checkpoint: the old one could clip"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("dtype", "config"),
     [
@@ -133,24 +135,25 @@ def test_quantize_(device, dtype, config):
     for w, original in zip(weights(m), weights(dense), strict=True):
         assert isinstance(w, NVFP4Tensor) and isinstance(w, nn.Parameter) and not w.requires_grad
         assert torch.equal(w.dequantize(), quantize(original, config.weight).dequantize())
-        assert w.activation_spec == getattr(config, "activation", None)
-    x = torch.randn(2, 3, 72, device=device).to(dtype)
-    y = m(x)
-    for w, original in zip(weights(m), weights(dense), strict=True):
+        assert w.activation_spec == config.activation
         original.data = w.dequantize()
-    if isinstance(config, NVFP4Config):
-        hidden = torch.relu(torch.nn.functional.linear(quantize(x).dequantize(), dense[0].weight, dense[0].bias))
-        expected = dense[2](quantize(hidden).dequantize())
-    else:
+    x = torch.randn(2, 3, 72, device=device).to(dtype)
+    if config.activation is None:
         expected = dense(x)
-    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.05)
+    else:
+        hidden = torch.relu(dense[0](quantize(x).dequantize()))
+        expected = dense[2](quantize(hidden).dequantize())
+    torch.testing.assert_close(m(x), expected, rtol=0.05, atol=0.05)
+    codes = m[0].weight.qdata.clone()
+    m.to("cpu").to(torch.float32)
+    assert m[0].weight.dtype == m[0].bias.dtype == m(x.cpu().float()).dtype == torch.float32
+    assert torch.equal(m[0].weight.qdata, codes.cpu()) and m.half()(x.cpu().half()).dtype == torch.float16
 
 
 @pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(), NVFP4Config()])
 def test_autocast(device, config):
-    linear = nn.Linear(72, 40, device=device)
+    linear, x = nn.Linear(72, 40, device=device), torch.randn(3, 72, device=device)
     quantize_(linear, config)
-    x = torch.randn(3, 72, device=device)
     with torch.no_grad():
         expected = copy.deepcopy(linear).to(torch.bfloat16)(x.bfloat16())
     for grad in (False, True):
@@ -159,37 +162,23 @@ def test_autocast(device, config):
         assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
 
 
-@pytest.mark.smoke
-def test_stochastic_weights_follow_the_seed():
-    m = model()
-    draws = []
+def test_stochastic_weights_follow_the_seed_and_a_model_without_memory_takes_them():
+    m, dense, draws = model(device="meta"), model(), []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        copied = copy.deepcopy(m)
-        quantize_(copied, NVFP4WeightOnlyConfig(round_mode="stochastic"))
-        draws.append(copied[0].weight.qdata)
+        real = copy.deepcopy(dense)
+        quantize_(real, NVFP4Config(round_mode="stochastic"))
+        draws.append(real[0].weight.qdata)
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
-
-
-def test_meta_device():
-    m = model(device="meta")
     quantize_(m, NVFP4Config(round_mode="stochastic"))
     assert all(w.device.type == "meta" and isinstance(w, NVFP4Tensor) for w in weights(m))
     assert m(torch.empty(5, 72, dtype=torch.bfloat16, device="meta")).shape == (5, 33)
-    real = model()
-    quantize_(real, NVFP4Config(round_mode="stochastic"))
     m.load_state_dict(real.state_dict(), assign=True)
-    x = torch.randn(4, 72).bfloat16()
-    torch.manual_seed(3)
-    y = m(x)
-    torch.manual_seed(3)
-    assert torch.equal(y, real(x))
-
-
-def test_filter_and_repr():
-    m = model()
-    quantize_(m, NVFP4Config(round_mode="stochastic"), filter_fn=lambda module, name: name == "0")
-    assert type(m[2][0]) is nn.Linear
+    x, outputs = torch.randn(4, 72).bfloat16(), []
+    for each in (m, real):
+        torch.manual_seed(3)
+        outputs.append(each(x))
+    assert torch.equal(*outputs)
     assert_expected_inline(
         repr(m[0]),
         """NVFP4Linear(in_features=72, out_features=40, bias=True, weight=NVFP4 (stochastic, 1x16, activation (stochastic, 1x16), 7.30 bits/element))""",  # noqa: E501
@@ -202,12 +191,11 @@ def test_filter_and_repr():
 def test_state_dict_round_trip(device, config):
     m, other, fresh, dense = (model(device=device) for _ in range(4))
     x = torch.randn(6, 72, device=device).bfloat16()
-    for each in (m, other):
-        quantize_(each, config)
-    if isinstance(config, NVFP4Config):
-        m = calibrate(
-            model(device=device), [x], filter_fn=lambda each, name: isinstance(each, nn.Linear), progress=False
-        )
+    quantize_(other, config)
+    if config.activation is None:
+        quantize_(m, config)
+    else:
+        calibrate(m, [x], filter_fn=lambda each, name: isinstance(each, nn.Linear), progress=False)
     torch.save(m.state_dict(), file := io.BytesIO())
     file.seek(0)
     state = torch.load(file, weights_only=True)
@@ -216,18 +204,6 @@ def test_state_dict_round_trip(device, config):
     fresh.load_state_dict(state, assign=True)
     assert torch.equal(other(x / 4), m(x / 4)) and torch.equal(fresh(x / 4), m(x / 4))
     dense.load_state_dict({name: v.dequantize() if isinstance(v, NVFP4Tensor) else v for name, v in state.items()})
-
-
-def test_module_to_dtype_and_device(device):
-    m = model()
-    quantize_(m, NVFP4WeightOnlyConfig())
-    codes = m[0].weight.qdata.clone()
-    m.to(device).to(torch.float32)
-    assert m[0].weight.dtype == torch.float32 and m[0].weight.device.type == device and m[0].bias.dtype == torch.float32
-    assert torch.equal(m[0].weight.qdata.cpu(), codes)
-    assert m(torch.randn(2, 72, device=device)).dtype == torch.float32
-    m.half()
-    assert m(torch.randn(2, 72, device=device).half()).dtype == torch.float16
 
 
 def test_peak_memory_is_the_model_and_one_layer():

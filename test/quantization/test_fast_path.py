@@ -35,22 +35,13 @@ def padding():
     return mask
 
 
-def feed_forward(module, name):
-    return type(module) is nn.Linear
-
-
-def later_layers(module, name):
-    return type(module) is nn.Linear and name.startswith("layers.1")
-
-
 @quiet
 @torch.no_grad()
 @pytest.mark.parametrize("config", [*CONFIGS, "calibrated"])
-@pytest.mark.parametrize(
-    ("filter_fn", "mask"), [(feed_forward, None), (feed_forward, padding()), (later_layers, padding())]
-)
-def test_an_encoder_calls_its_linears_in_evaluation(config, filter_fn, mask):
+@pytest.mark.parametrize(("first", "mask"), [("", None), ("", padding()), ("layers.1", padding())])
+def test_an_encoder_calls_its_linears_in_evaluation(config, first, mask):
     model, x = encoder(), torch.randn(3, 10, 64)
+    filter_fn = lambda module, name: type(module) is nn.Linear and name.startswith(first)  # noqa: E731
     dense = model(x, src_key_padding_mask=mask)
     if config == "calibrated":
         batch = {"src": x, "src_key_padding_mask": mask}
@@ -83,7 +74,7 @@ def test_the_hook_lives_as_long_as_the_linear_trains():
         for other in (copy.deepcopy(model), loaded, torch.compile(model, backend="aot_eager")):
             torch.testing.assert_close(other(x), y, rtol=0, atol=1e-5)
         assert torch.equal(training.to_dense(loaded)(x), dense)
-    assert not training.to_dense(model).layers[0].linear1._forward_pre_hooks
+    assert not loaded.layers[0].linear1._forward_pre_hooks
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -109,3 +100,7 @@ def test_attention_quantized_by_name_is_quantized():
             quantize_(attention, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name == "out_proj")
         y, _ = attention(x, x, x)
     assert 0.02 < (y - dense).norm() / dense.norm() < 0.2
+    model = encoder()
+    with pytest.raises(RuntimeError, match=r"no input reached layers\.0\.self_attn\.out_proj"):
+        calibrate(model, [x], filter_fn=lambda module, name: isinstance(module, nn.Linear), progress=False)
+    assert not any(isinstance(module, ObservedLinear) for module in model.modules())

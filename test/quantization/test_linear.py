@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch.nn.utils import parametrize, prune
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Linear, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize
-from nvfp4_tensor.training import NVFP4TrainingConfig
 
 K, N = 128, 256
 CONFIGS = {"weight only": NVFP4WeightOnlyConfig, "w4a4": NVFP4Config}
@@ -94,33 +94,13 @@ def test_inputs_out_of_the_ordinary():
         for wrong in (x.bfloat16(), x[..., :-16], x.to("meta")):
             with pytest.raises(RuntimeError) as expected:
                 linear(wrong, w, b)
-            with pytest.raises(RuntimeError) as got:
+            with pytest.raises(RuntimeError, match=f"^{re.escape(str(expected.value))}$"):
                 layer(wrong)
-            assert str(got.value) == str(expected.value)
 
 
 class _Twice(nn.Module):
     def forward(self, t):
         return t * 2
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-@pytest.mark.parametrize(
-    ("how", "source"),
-    [
-        (lambda layer: prune.random_unstructured(layer, "weight", amount=0.5), "weight_orig"),
-        (torch.nn.utils.spectral_norm, "weight_orig"),
-        (torch.nn.utils.weight_norm, "weight_g and weight_v"),
-    ],
-    ids=["pruned", "spectral_norm", "weight_norm"],
-)
-def test_computed_weights_are_not_quantized(how, source):
-    model = nn.Sequential(nn.Linear(64, 64))
-    how(model[0])
-    for config in (NVFP4WeightOnlyConfig(), NVFP4TrainingConfig()):
-        with pytest.raises(TypeError, match=f"is computed from {source}: "):
-            quantize_(model, config)
-    assert model(torch.randn(2, 64)).shape == (2, 64)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -179,8 +159,8 @@ def test_a_graph_gets_the_weight_where_its_parts_do_not_suffice(case):
 # --- what happens to a weight between calls --------------------------------------------------------------------------
 
 
-def frozen(weight):
-    return Parameter(weight, requires_grad=False)
+def replace(layer, weight):
+    layer.weight = Parameter(weight, requires_grad=False)
 
 
 def _write_tiles(layer):
@@ -201,12 +181,11 @@ def _set_parts(layer):
 
 def _column_slice(layer):
     wide = codes(torch.empty(N, 2 * K, dtype=layer.weight.dtype, device=layer.weight.device))
-    layer.weight = frozen(wide[:, K:])
+    replace(layer, wide[:, K:])
 
 
 def _load_assign(layer):
-    state = {"weight": codes(layer.weight), "bias": torch.randn_like(layer.bias)}
-    layer.load_state_dict(state, assign=True)
+    layer.load_state_dict({"weight": codes(layer.weight), "bias": torch.randn_like(layer.bias)}, assign=True)
 
 
 def _round_trip(layer):
@@ -214,13 +193,8 @@ def _round_trip(layer):
     layer.to(torch.float32).to(torch.bfloat16)
 
 
-def _require_grad(layer):
-    layer.weight.mul_(2)
-    layer.weight.requires_grad_()
-
-
 CHANGES = {
-    "parameter": lambda layer: layer._parameters.update(weight=frozen(codes(layer.weight))),
+    "parameter": lambda layer: layer._parameters.update(weight=Parameter(codes(layer.weight), requires_grad=False)),
     "codes": lambda layer: layer.weight.copy_(codes(layer.weight, 3.0)),
     "tiles": _write_tiles,
     "rows": lambda layer: layer.weight[3:40].copy_(layer.weight[20:57].clone()),
@@ -230,19 +204,17 @@ CHANGES = {
     "scale": lambda layer: setattr(layer.weight, "per_tensor_scale", layer.weight.per_tensor_scale * 2),
     "parts": _set_parts,
     "activation_spec": lambda layer: setattr(layer.weight, "activation_spec", QuantizeSpec(scale_ceiling=256)),
-    "scale per row": lambda layer: setattr(
-        layer, "weight", frozen(layer.weight._replace(per_tensor_scale=torch.rand(N, device=layer.weight.device) + 1))
+    "scale per row": lambda layer: replace(
+        layer, layer.weight._replace(per_tensor_scale=torch.rand(N, device=layer.weight.device) + 1)
     ),
-    "spec": lambda layer: setattr(layer, "weight", frozen(codes(layer.weight, spec=QuantizeSpec(block_rows=16)))),
-    "transposed": lambda layer: setattr(
-        layer, "weight", frozen(quantize(layer.weight.dequantize().t().contiguous()).t())
-    ),
+    "spec": lambda layer: replace(layer, codes(layer.weight, spec=QuantizeSpec(block_rows=16))),
+    "transposed": lambda layer: replace(layer, quantize(layer.weight.dequantize().t().contiguous()).t()),
     "column slice": _column_slice,
-    "dense": lambda layer: setattr(layer, "weight", frozen(layer.weight.dequantize())),
+    "dense": lambda layer: replace(layer, layer.weight.dequantize()),
     "load_assign": _load_assign,
-    "swap": lambda layer: torch.utils.swap_tensors(layer.weight, frozen(codes(layer.weight))),
+    "swap": lambda layer: torch.utils.swap_tensors(layer.weight, Parameter(codes(layer.weight), requires_grad=False)),
     "round trip": _round_trip,
-    "require_grad": _require_grad,
+    "require_grad": lambda layer: layer.weight.mul_(2).requires_grad_(),
 }
 
 
@@ -253,22 +225,18 @@ def test_no_product_uses_a_weight_of_the_past(device, change, config):
     with torch.no_grad():
         before = compiled(x)
         assert torch.equal(before, linear(x, layer.weight, layer.bias))
-        for _ in range(2):  # the second time, the graphs are those of the first
+        for _ in range(1 if change in ("dense", "data of another shape") else 2):  # then with the graphs of the first
             CHANGES[change](layer)
             expected = linear(x, layer.weight, layer.bias)
             assert torch.equal(layer(x), expected) and torch.equal(compiled(x), expected)
             if change not in ("dense", "transposed", "require_grad", "activation_spec"):
                 assert not torch.equal(expected, before), "the change changed nothing"
             before = expected
-            if change in ("dense", "data of another shape"):
-                return
 
 
 def test_copies_tied_weights_and_casts():
-    first, x = quantized_linear(), torch.randn(3, K, dtype=torch.bfloat16)
-    second = copy.deepcopy(first)
-    tied = quantized_linear()
-    tied.weight = first.weight
+    first, tied, x = quantized_linear(), quantized_linear(), torch.randn(3, K, dtype=torch.bfloat16)
+    second, tied.weight = copy.deepcopy(first), first.weight
 
     def function(x):
         return first(x), second(x), tied(x)
@@ -276,8 +244,7 @@ def test_copies_tied_weights_and_casts():
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         for _ in range(2):
-            for a, b in zip(compiled(x), function(x), strict=True):
-                assert torch.equal(a, b)
+            assert all(map(torch.equal, compiled(x), function(x)))
             first.weight.copy_(torch.randn(N, K))
         assert not torch.equal(first(x), second(x))
         for each in (first, second, tied):
@@ -330,21 +297,20 @@ def test_a_write_before_the_product_in_one_graph_and_one_after_it(write, config)
             assert all(map(torch.equal, got, expected)) and torch.equal(own(x), twin(x))
 
 
+def between_products(change):
+    """Multiply, change the layer, and multiply again."""
+
+    def run(layer, x, new):
+        y = layer(x)
+        change(layer, new)
+        return y, layer(x)
+
+    return run
+
+
 def _parameter(layer, x, new):
-    layer.weight = Parameter(new, requires_grad=False)
-    return layer(x)
-
-
-def _other_part(layer, x, new):
-    y = layer(x)
-    layer.weight.qdata = new.qdata
-    return y, layer(x)
-
-
-def _written_part(layer, x, new):
-    y = layer(x)
-    layer.weight.qdata.copy_(new.qdata)
-    return y, layer(x)
+    replace(layer, new)
+    return [layer(x)]
 
 
 def _writes_to_other_tensors(layer, x, new):
@@ -356,12 +322,12 @@ def _writes_to_other_tensors(layer, x, new):
 
 REPLACES = {
     "parameter": _parameter,
-    "functional_call": lambda layer, x, new: torch.func.functional_call(layer, {"weight": new}, (x,)),
-    "functional_call of a new weight": lambda layer, x, new: torch.func.functional_call(
-        layer, {"weight": quantize(new.dequantize() * 2)}, (x,)
-    ),
-    "another part": _other_part,
-    "a written part": _written_part,
+    "functional_call": lambda layer, x, new: [torch.func.functional_call(layer, {"weight": new}, (x,))],
+    "functional_call of a new weight": lambda layer, x, new: [
+        torch.func.functional_call(layer, {"weight": quantize(new.dequantize() * 2)}, (x,))
+    ],
+    "another part": between_products(lambda layer, new: setattr(layer.weight, "qdata", new.qdata)),
+    "a written part": between_products(lambda layer, new: layer.weight.qdata.copy_(new.qdata)),
     "dense beside": lambda layer, x, new: (layer(x), layer.weight.dequantize(), layer.weight.t().dequantize()),
     "other tensors": _writes_to_other_tensors,
 }
@@ -408,16 +374,10 @@ def test_inductor_reads_the_weight_of_each_call(config, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strict", [False, True])
-def test_an_exported_program_keeps_its_parameters(strict):
+def test_an_exported_program_keeps_its_parameters():
     layer, x = quantized_linear(), torch.randn(3, K, dtype=torch.bfloat16)
     with torch.no_grad():
-        program = torch.export.export(layer, (x,), strict=strict)
-        assert isinstance(program.state_dict["weight"], NVFP4Tensor) and not program.constants
-        assert torch.equal(program.module()(x), layer(x))
-
-
-def test_inputs_of_another_dtype_raise_without_gradients_too(config):
-    layer = quantized_linear(config, bias=False)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="float32"):
-        layer(torch.randn(2, K))
+        for strict in (False, True):
+            program = torch.export.export(layer, (x,), strict=strict)
+            assert isinstance(program.state_dict["weight"], NVFP4Tensor) and not program.constants
+            assert torch.equal(program.module()(x), layer(x))

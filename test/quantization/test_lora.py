@@ -87,11 +87,9 @@ def test_gradients_are_those_of_decoded_weights(device, use_dora):
     model = llama("weight only", device)
     adapted, expected = (with_adapters(each, use_dora=use_dora) for each in (model, decoded(model)))
     assert_same_gradients(adapted, expected, device)
-
-
-def test_one_graph_forward_and_backward(device):
-    model = with_adapters(llama("w4a4", device))
-    assert_same_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), copy.deepcopy(model), device)
+    if not use_dora:  # one graph forward and backward
+        model = with_adapters(llama("w4a4", device))
+        assert_same_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), copy.deepcopy(model), device)
 
 
 def test_gradients_of_w4a4_are_straight_through(device):
@@ -104,8 +102,7 @@ def test_gradients_of_w4a4_are_straight_through(device):
     assert len(layers) == LINEARS
     for name, layer in layers.items():
         x = torch.randn(2, 5, layer.in_features, device=device)
-        grad = torch.randn(2, 5, layer.out_features, device=device)
-        results = []
+        grad, results = torch.randn(2, 5, layer.out_features, device=device), []
         for module in (layer, others[name]):
             leaf = x.clone().requires_grad_()
             y = module(leaf)

@@ -145,26 +145,21 @@ def test_calibrate_and_gptq_have_the_statistics_of_all_tokens(kind):
         assert len(counts) == 4 and sum(counts) == 64 * (1 if kind == "Llama4" else 2)
 
 
-def test_outputs_flow_on_as_routed():
+def test_outputs_flow_on_as_routed_and_the_static_amax_is_used():
     """Linears observe the same inputs whether experts are observed beside them or not."""
-    amaxes = []
-    for experts in (True, False):
-        model = calibrated(mixture("Mixtral"), NVFP4Config(experts=experts))
-        amaxes.append([m.weight.activation_amax for name, m in model.named_modules() if chosen(m, name)])
+    models = [calibrated(mixture("Mixtral"), NVFP4Config(experts=experts)) for experts in (True, False)]
+    amaxes = [[m.weight.activation_amax for name, m in model.named_modules() if chosen(m, name)] for model in models]
     assert len(amaxes[0]) == 8 and torch.equal(torch.stack(amaxes[0]), torch.stack(amaxes[1]))
-
-
-def test_the_static_amax_is_used():
-    w = next(iter(experts_of(calibrated(mixture("Mixtral"))).values())).gate_up_proj
+    w = next(iter(experts_of(models[0]).values())).gate_up_proj
     x, offs = torch.randn(8, 64).bfloat16() / 16, torch.tensor([2, 4, 6, 8], dtype=torch.int32)
     plain = w._replace(activation_spec=None, activation_amax=None)
-    y, static, dynamic = (
-        torch._grouped_mm(rows, each.mT, offs=offs).float()
-        for rows, each in (
-            (x, w), (quantize(x, amax=w.activation_amax).dequantize(), plain), (quantize(x).dequantize(), plain)
-        )
-    )  # fmt: skip
+    rows = ((x, w), (quantize(x, amax=w.activation_amax).dequantize(), plain), (quantize(x).dequantize(), plain))
+    y, static, dynamic = (torch._grouped_mm(each, weight.mT, offs=offs).float() for each, weight in rows)
     assert (y - static).norm() < 0.01 * y.norm() and (y - dynamic).norm() > 0.05 * y.norm()
+    model = mixture("Mixtral")
+    list(experts_of(model).values())[-1].gate_up_proj.data[2] = float("nan")
+    with pytest.warns(UserWarning, match=r"some inputs of model.layers.1.mlp.experts.down_proj.* were NaN"):
+        calibrated(model)
 
 
 def test_an_expert_that_nobody_chose_is_calibrated_and_told_of(capsys):
@@ -179,22 +174,22 @@ def test_an_expert_that_nobody_chose_is_calibrated_and_told_of(capsys):
     assert unused and capsys.readouterr().err.count(told) == 2
 
 
-def test_gptq_resumes_with_experts(tmp_path):
+def test_gptq_resumes_with_experts_and_takes_no_convolution_for_them(tmp_path):
     models = [mixture("GptOss") for _ in range(2)]
     for model in models:
         gptq(model, [IDS], filter_fn=only_experts, folder=tmp_path, progress=False)
-    first, second = (
-        {name: p for name, p in model.named_parameters() if isinstance(p, NVFP4Tensor)} for model in models
-    )
-    assert len(second) == 4 and all(p.transposed for p in second.values())
-    assert all(torch.equal(p.dequantize(), second[name].dequantize()) for name, p in first.items())
+    own, other = ({n: p for n, p in model.named_parameters() if isinstance(p, NVFP4Tensor)} for model in models)
+    assert len(other) == 4 and all(p.transposed for p in other.values())
+    assert all(torch.equal(p.dequantize(), other[name].dequantize()) for name, p in own.items())
+    model = nn.Sequential(nn.Conv1d(16, 16, 3, padding=1), nn.Flatten(), nn.Linear(64, 16))
+    gptq(model, [torch.randn(8, 16, 4)], progress=False)
+    assert isinstance(model[2].weight, NVFP4Tensor) and type(model[0].weight.data) is torch.Tensor
 
 
 @pytest.mark.parametrize("copied", ["deepcopy", "torch.save", "state_dict"])
 def test_two_steps(copied):
-    model = mixture("Mixtral")
+    model, prepare = mixture("Mixtral"), NVFP4Config(step="prepare")
     expected = calibrate(copy.deepcopy(model), [IDS], NVFP4Config(experts=True), progress=False)
-    prepare = NVFP4Config(step="prepare")
     quantize_model(model, prepare)
     with torch.no_grad():
         model(IDS)
@@ -205,22 +200,13 @@ def test_two_steps(copied):
         file.seek(0)
         model = torch.load(file, weights_only=False)
     else:
-        other = mixture("Mixtral")
-        quantize_model(other, prepare)
-        other.load_state_dict(model.state_dict())
-        model = other
+        state, model = model.state_dict(), mixture("Mixtral")
+        quantize_model(model, prepare)
+        model.load_state_dict(state)
     quantize_model(model, NVFP4Config(step="convert"))
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, expected(IDS).logits)
     assert routed_tokens(model) == routed_tokens(expected) and not observed(model)
-
-
-def test_convert_without_experts_leaves_no_observer():
-    model = mixture("Mixtral")
-    quantize_(model, NVFP4Config(step="prepare", experts=True), filter_fn=chosen)
-    model(IDS)
-    quantize_(model, NVFP4Config(step="convert", experts=False))
-    assert not observed(model) and all(not m._forward_pre_hooks for m in experts_of(model).values())
 
 
 @pytest.mark.parametrize(("kind", "entries"), [("Qwen3Moe", 24), ("GptOss", 4)])
@@ -239,7 +225,7 @@ def test_saved_and_loaded(kind, entries, tmp_path):
             assert torch.equal(a.dequantize(), b.dequantize())
 
 
-def test_autocast_rounds_no_statistics():
+def test_autocast_rounds_no_statistics_and_convert_without_experts_leaves_no_observer():
     found, x = [], torch.randn(32, 64).bfloat16()
     for enabled in (False, True):
         model = mixture("Mixtral")
@@ -248,6 +234,9 @@ def test_autocast_rounds_no_statistics():
             model.model.layers[0].mlp.experts(x, torch.arange(64).view(32, 2) % 4, torch.ones(32, 2).bfloat16())
         found.append(observed_weights(model)["model.layers.0.mlp.experts.gate_up_proj"].activation_squares)
     assert torch.equal(*found)
+    model(IDS)
+    quantize_(model, NVFP4Config(step="convert", experts=False))
+    assert not observed(model) and all(not m._forward_pre_hooks for m in experts_of(model).values())
 
 
 @pytest.mark.gpu
@@ -263,16 +252,3 @@ def test_a_gpu_observes_the_same(kind):
             assert b.is_cuda and torch.equal(a.qdata, b.qdata.cpu())
             torch.testing.assert_close(a.activation_amax, b.activation_amax.cpu(), rtol=0.05, atol=0)
     assert models[1](IDS.cuda()).logits.isfinite().all()
-
-
-def test_nan_is_named():
-    model = mixture("Mixtral")
-    list(experts_of(model).values())[-1].gate_up_proj.data[2] = float("nan")
-    with pytest.warns(UserWarning, match=r"some inputs of model.layers.1.mlp.experts.down_proj.* were NaN"):
-        calibrated(model)
-
-
-def test_a_convolution_has_no_experts():
-    model = nn.Sequential(nn.Conv1d(16, 16, 3, padding=1), nn.Flatten(), nn.Linear(64, 16))
-    gptq(model, [torch.randn(8, 16, 4)], progress=False)
-    assert isinstance(model[2].weight, NVFP4Tensor) and type(model[0].weight.data) is torch.Tensor

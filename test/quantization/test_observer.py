@@ -24,27 +24,23 @@ def test_it_counts_every_finite_magnitude_and_changes_no_output():
     torch.testing.assert_close(observed.activation_squares, squares)
 
 
-def test_it_observes_what_the_hadamard_transform_gives():
+def test_it_observes_what_the_hadamard_transform_gives_until_it_stops():
     x = torch.zeros(1, 16)
     x[0, 0] = 8.0
     observed = ObservedLinear.observe(nn.Linear(16, 4), QuantizeSpec(hadamard_sign=True))
     observed(x)
     assert observed.activation_amax == 2.0
+    linear = observed.stop_observing()
+    assert type(linear) is nn.Linear and set(linear.state_dict()) == {"weight", "bias"}
 
 
-@pytest.mark.parametrize("percentile", [10.0, 50.0, 90.0, 99.0])
-def test_percentiles_are_within_a_bin(percentile):
-    x = torch.rand(100, 64) + 0.01
-    observed = ObservedLinear.observe(nn.Linear(64, 4), QuantizeSpec())
+def test_percentiles_are_within_a_bin():
+    x, observed = torch.rand(100, 64) + 0.01, ObservedLinear.observe(nn.Linear(64, 4), QuantizeSpec())
     for part in x.split(10):
         observed(part)
-    exact = x.flatten().quantile(percentile / 100)
-    assert exact <= observed.amax_at(percentile) * 1.001 and observed.amax_at(percentile) <= exact * 1.035
-
-
-def test_stopping_leaves_a_plain_linear():
-    linear = ObservedLinear.observe(nn.Linear(16, 4), QuantizeSpec()).stop_observing()
-    assert type(linear) is nn.Linear and set(linear.state_dict()) == {"weight", "bias"}
+    for percentile in (10.0, 50.0, 90.0, 99.0):
+        exact = x.flatten().quantile(percentile / 100)
+        assert exact <= observed.amax_at(percentile) * 1.001 and observed.amax_at(percentile) <= exact * 1.035
 
 
 def test_the_amax_stays_float32():
@@ -61,11 +57,11 @@ def test_the_amax_stays_float32():
     assert linear.amax_at(None) == x.max() and linear.weight.dtype == torch.float16
     linear(x.half() * 2)
     assert linear.amax_at(None) == 2 * x.half().max()
-
-
-def test_a_prepared_model_without_memory_gets_some():
     linear = ObservedLinear.observe(nn.Linear(32, 8, device="meta"), QuantizeSpec()).to_empty(device="cpu")
     assert linear.activation_amax.dtype == torch.float32 and linear.activation_amax.device.type == "cpu"
+    linear = ObservedLinear.observe(nn.Linear(32, 8), QuantizeSpec())
+    with pytest.raises(RuntimeError, match="has observed no finite input: run"):
+        linear.amax_at(None)
 
 
 def test_percentiles_do_not_know_the_default_dtype(other_defaults):

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torchao.quantization import FqnToConfig, quantize_
+from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, calibrate
 from nvfp4_tensor.quantization import NVFP4Linear
-from nvfp4_tensor.quantization.plan import _plans
+from nvfp4_tensor.quantization.quantize_call import _calls
 
 
 def every(module, name):
@@ -49,32 +50,27 @@ def test_linears_that_share_a_weight_share_its_codes(config, device):
     assert type(model.first) is type(model.second) is type(model.head) is NVFP4Linear
     assert len(list(model.parameters())) == len(list(dense.parameters()))
     assert torch.equal(model(torch.arange(4)), copy.deepcopy(model)(torch.arange(4)))
-    assert model not in _plans
+    assert model not in _calls
     with pytest.raises(ValueError, match="NVFP4 already"):
         quantize_(model, config)
 
 
 def test_a_static_amax_of_two_linears_is_the_larger():
     model = Tied("linears")
-    ids = [torch.arange(16)]
     apart = copy.deepcopy(model)
     apart.second.weight = nn.Parameter(apart.second.weight.detach().clone())
     for each in (model, apart):
-        calibrate(each, ids, filter_fn=every, progress=False)
+        CALLS["calibrate"](each)
     amaxes = [linear.weight.activation_amax for linear in (apart.first, apart.second)]
     assert amaxes[0] != amaxes[1]
     assert model.first.weight is model.second.weight and model.first.weight.activation_amax == max(amaxes)
     assert not dict(model.named_buffers()) and model.head.weight.activation_amax is not None
 
 
-def quantized(config):
-    return lambda model: quantize_(model, config)
-
-
 CALLS = {
-    "weights": quantized(NVFP4WeightOnlyConfig()),
-    "w4a4": quantized(NVFP4Config()),
-    "prepare": quantized(NVFP4Config(step="prepare")),
+    "weights": lambda model: quantize_(model, NVFP4WeightOnlyConfig()),
+    "w4a4": lambda model: quantize_(model, NVFP4Config()),
+    "prepare": lambda model: quantize_(model, NVFP4Config(step="prepare")),
     "calibrate": lambda model: calibrate(model, [torch.arange(16)], filter_fn=every, progress=False),
 }
 
@@ -94,32 +90,30 @@ def test_a_head_tied_to_an_embedding_stays_dense_and_says_so_once(call):
     assert type(apart.head) is type(apart.first)
 
 
-def test_one_of_two_that_share_a_weight_alone_stays_dense():
+def test_a_part_of_a_model():
+    """One of two that share a weight stays dense; configs by name; a handler called alone; and a linear at two places
+    of any depth, which is quantized or observed once."""
     model = Tied("linears")
     with pytest.warns(UserWarning, match=r"first.weight = second.weight"):
         quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name == "first")
     assert model.first.weight is model.second.weight and not isinstance(model.first.weight, NVFP4Tensor)
-
-
-def test_configs_by_name_and_a_handler_called_alone():
     model = Tied("embedding")
     configs = {"first": NVFP4WeightOnlyConfig(), "second": NVFP4Config(), "head": NVFP4WeightOnlyConfig()}
     with pytest.warns(UserWarning, match="embedding.weight = head.weight"):
         quantize_(model, FqnToConfig(configs), filter_fn=None)
     assert isinstance(model.first.weight, NVFP4Tensor) and model.second.weight.activation_spec is not None
     assert model.head.weight is model.embedding.weight
-    from torchao.quantization.transform_module import _QUANTIZE_CONFIG_HANDLER
-
     alone = _QUANTIZE_CONFIG_HANDLER[NVFP4WeightOnlyConfig](nn.Linear(32, 32), NVFP4WeightOnlyConfig())
     assert type(alone) is NVFP4Linear
-
-
-def test_a_module_at_two_places_is_quantized_once():
-    linear = nn.Linear(32, 32)
-    model = nn.ModuleDict({"a": nn.Sequential(linear), "b": nn.Sequential(linear), "c": nn.Linear(32, 32)})
-    quantize_(model, NVFP4WeightOnlyConfig())
-    assert model["a"][0] is model["b"][0] and type(linear) is type(model["c"]) is NVFP4Linear
-    assert model not in _plans
+    for config in (NVFP4Config(step="prepare"), NVFP4WeightOnlyConfig()):
+        linear = deep = nn.Linear(32, 32)
+        for _ in range(40):
+            deep = nn.Sequential(deep)
+        model = nn.ModuleDict({"a": nn.Sequential(linear), "b": deep, "c": nn.Linear(32, 32), "d": nn.Linear(32, 32)})
+        model["d"].weight = linear.weight
+        quantize_(model, config)
+        assert type(linear) is type(model["c"]) is type(model["d"]) is not nn.Linear and model not in _calls
+        assert model["d"].weight is linear.weight
 
 
 def test_nothing_keeps_a_model_alive():
@@ -134,7 +128,7 @@ def test_nothing_keeps_a_model_alive():
 
     with pytest.raises(KeyboardInterrupt):
         quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=interrupted)
-    assert model in _plans
+    assert model in _calls
     dead = weakref.ref(model)
     del model
     gc.collect()

@@ -73,11 +73,8 @@ def test_groups_stay_dense_together():
     assert found["attn.b_proj.weight"].reason == "gate of a linear attention"
     assert found["attn.q_proj.weight"].reason == "servers join it with b_proj, which stays dense"
     assert plan(dict.fromkeys(("attn.q_proj", "attn.k_proj", "attn.b_proj"), (64, 64))).quantized
-
-
-def test_a_pattern_that_matches_nothing_names_what_there_is():
-    with pytest.raises(ValueError, match=r"'\*\.w7' matches no linear of the model, which has layers\.0\.mlp"):
-        plan(exclude=["*.w7"])
+    with pytest.raises(ValueError, match=r"'\*\.w7' matches no linear of the model, which has attn\.q_proj"):
+        plan(shapes, exclude=["*.w7"])
 
 
 def test_other_kinds():
@@ -160,7 +157,7 @@ SQUARE = "transformer.h.0.attn.c_proj.weight"
 
 
 def test_conv1d_is_quantized_along_its_inputs():
-    model = gpt2().eval()
+    model, twin = gpt2().eval(), gpt2()
     dense = {name: each.detach().clone() for name, each in model.state_dict().items()}
     report = quantize_model(model)
     assert len(report.quantized) == 4 and report["transformer.h.0.mlp.c_fc.weight"].shape == (256, 64)
@@ -172,12 +169,7 @@ def test_conv1d_is_quantized_along_its_inputs():
     fresh.load_state_dict(model.state_dict(), assign=True)
     fresh.tie_weights()
     assert torch.allclose(fresh(IDS).logits, model(IDS).logits, atol=1e-5)
-
-
-def test_quantize_takes_a_conv1d_that_the_filter_selects():
-    model, twin = gpt2(), gpt2()
-    quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: type(module).__name__ == "Conv1D")
-    quantize_model(twin)
+    quantize_(twin, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: type(module).__name__ == "Conv1D")
     assert torch.equal(model.get_parameter(SQUARE).qdata, twin.get_parameter(SQUARE).qdata)
 
 
@@ -196,13 +188,8 @@ def test_conv1d_trains_with_the_state_dict_of_the_dense_model():
     dense.load_state_dict(after)
     to_dense(model)
     assert torch.allclose(dense(IDS).logits, model(IDS).logits, atol=1e-5)
-    again = torch.load(_saved(model), weights_only=False)
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
     again.load_state_dict(before)
     assert torch.allclose(again(IDS).logits, gpt2()(IDS).logits, atol=1e-5)
-
-
-def _saved(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return file

@@ -13,7 +13,8 @@ from torchao.quantization.qat import QATConfig
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, checkpoints
 from nvfp4_tensor.quantization import NVFP4Linear, gptq, sensitivity
-from nvfp4_tensor.quantization.experts import dense_experts, is_experts
+from nvfp4_tensor.quantization.experts import is_experts
+from nvfp4_tensor.quantization.weights import dense_experts
 from nvfp4_tensor.training import (
     NVFP4AdamW,
     NVFP4TrainingConfig,
@@ -23,6 +24,7 @@ from nvfp4_tensor.training import (
     to_nvfp4_parameters,
 )
 
+PARTS = ("qdata", "scale", "per_tensor_scale")
 X = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
@@ -50,12 +52,10 @@ def assert_same(a, b):
     first, second = a.state_dict(), b.state_dict()
     assert first.keys() == second.keys()
     for name, own in first.items():
-        other, parts = (
-            second[name],
-            ("qdata", "scale", "per_tensor_scale") if isinstance(own, NVFP4Tensor) else ("data",),
-        )
-        assert all(torch.equal(getattr(own, part), getattr(other, part)) for part in parts), name
-        assert not isinstance(own, NVFP4Tensor) or own.describe() == other.describe()
+        is_nvfp4 = isinstance(own, NVFP4Tensor)
+        for part in PARTS if is_nvfp4 else ("data",):
+            assert torch.equal(getattr(own, part), getattr(second[name], part)), name
+        assert not is_nvfp4 or own.describe() == second[name].describe()
     with torch.no_grad():
         assert torch.equal(a(X), b(X))
 
@@ -154,7 +154,7 @@ def test_codes_that_trained_are_kept(route):
     for i in (0, 2):
         w, own, other = (m[i].weight for m in (model, expected, dense))
         assert not w.requires_grad
-        assert all(torch.equal(getattr(w, part), getattr(own, part)) for part in ("qdata", "scale", "per_tensor_scale"))
+        assert all(torch.equal(getattr(w, part), getattr(own, part)) for part in PARTS)
         assert (w.activation_spec, w.product_backend) == (other.activation_spec, other.product_backend)
         assert (w.activation_amax is None) == (other.activation_amax is None)
     if route == "calibrate":
@@ -171,45 +171,36 @@ def test_settings_that_trained_codes_ignore_are_named():
     with pytest.warns(UserWarning, match="1 weights trained in NVFP4 and keep their codes") as caught:
         quantize_(model, NVFP4WeightOnlyConfig(four_over_six=True), filter_fn=lambda module, name: name == "2")
     assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize(
-    ("route", "message"),
-    [
-        ("transform", "keeps its codes.*Hadamard transform"),
-        ("weighted", "keeps its codes.*scale search"),
-        ("gptq", "takes the codes that it trained"),
-    ],
-)
-def test_codes_that_trained_are_not_rounded_again(route, message):
-    model = held()
-    with pytest.raises(ValueError, match=message):
-        ROUTES[route](model)
-    assert model[0].weight.requires_grad and type(model[0]) is NVFP4Linear
+    for route, message in {
+        "transform": "keeps its codes.*Hadamard transform",
+        "weighted": "keeps its codes.*scale search",
+        "gptq": "takes the codes that it trained",
+    }.items():
+        model = held()
+        with pytest.raises(ValueError, match=message):
+            ROUTES[route](model)
+        assert model[0].weight.requires_grad and type(model[0]) is NVFP4Linear
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------
 
 
-def _base(module, name):
-    return name.endswith("base_layer")
-
-
-ADAPTED = {
-    "quantize_": lambda m: quantize_(m, NVFP4WeightOnlyConfig(), filter_fn=_base),
-    "calibrate": lambda m: calibrate(m, [X], filter_fn=_base, progress=False),
-    "gptq": lambda m: gptq(m, [X], filter_fn=_base, progress=False),
-}
-
-
-@pytest.mark.parametrize("route", ADAPTED)
-def test_adapters_on_linears_that_trained(route):
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, **chosen: quantize_(m, NVFP4WeightOnlyConfig(), **chosen),
+        lambda m, **chosen: calibrate(m, [X], progress=False, **chosen),
+        lambda m, **chosen: gptq(m, [X], progress=False, **chosen),
+    ],
+    ids=["quantize_", "calibrate", "gptq"],
+)
+def test_adapters_on_linears_that_trained(call):
     peft = pytest.importorskip("peft")
     models = []
     for model in (trained(), to_dense(trained())):
         torch.manual_seed(1)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
-        ADAPTED[route](model)
+        call(model, filter_fn=lambda module, name: name.endswith("base_layer"))
         models.append(model)
     assert_same(*models)
     assert isinstance(models[0].base_model.model[0].base_layer.weight, NVFP4Tensor)
@@ -279,5 +270,4 @@ def test_experts_that_still_train_are_named():
     with pytest.warns(UserWarning, match="mlp.experts and 1 more modules still train in NVFP4"):
         quantize_(model, NVFP4WeightOnlyConfig(experts=False), filter_fn=_linears)
     assert model.config._experts_implementation == "nvfp4_nvidia"
-    to_dense(model)
-    assert model.config._experts_implementation == "grouped_mm"
+    assert to_dense(model).config._experts_implementation == "grouped_mm"

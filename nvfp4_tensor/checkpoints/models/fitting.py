@@ -20,20 +20,13 @@ from nvfp4_tensor.checkpoints.wrappers import untied
 from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import GPTQConfig, NVFP4Config, NVFP4WeightOnlyConfig, ObservedLinear, gptq
-from nvfp4_tensor.quantization.accuracy.budget import Budget, spend
-from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
+from nvfp4_tensor.quantization.accuracy.sensitivity import Budget, sensitivity
 from nvfp4_tensor.quantization.conv1d import is_linear
 from nvfp4_tensor.quantization.experts import expert_weights
-from nvfp4_tensor.quantization.linear import set_weight
 from nvfp4_tensor.quantization.names import joined_with, some
-from nvfp4_tensor.quantization.observed_experts import (
-    finish,
-    observed_weights,
-    quantize_weighted_experts,
-    routed_tokens,
-    summary_of,
-)
+from nvfp4_tensor.quantization.observed_experts import finish, observed_weights, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import InputStatistics
+from nvfp4_tensor.quantization.weights import WeightRef
 
 
 class Chosen:
@@ -85,14 +78,16 @@ def spend_bits(
     model: nn.Module, batches: Sequence[Tensor], bits: float, config: NVFP4WeightOnlyConfig, chosen: Chosen, *,
     progress: bool = True,
 ) -> Budget:  # fmt: skip
-    """Choose which weights stay dense, as :func:`spend` does, by the first batch; linears that servers join, and all
-    experts of a layer, stay together."""
+    """Choose which weights stay dense within ``bits`` per element, by their costs on the first batch; linears that
+    servers join, and all experts of a layer, stay together."""
 
     def group_of(name: str) -> str:
         return joined_with(name, chosen.files)[0] if name.endswith(".weight") else name.rpartition(".")[0]
 
     batch = {"input_ids": batches[0], "use_cache": False}
-    return spend(model, batch, bits, config, chosen, group_of=group_of, progress=progress)
+    if not chosen.files:
+        raise ValueError("no linear is quantized, so there is no budget to distribute: check exclude and include")
+    return sensitivity(model, [batch], config, filter_fn=chosen, group_of=group_of, progress=progress).within(bits)
 
 
 def fit_by_gptq(
@@ -119,15 +114,13 @@ def fit_by_scale_search(
     linears = {name: each for name, each in observed.items() if isinstance(each, ObservedLinear)}
     amax = {name: torch.ops.nvfp4.amax(linear.weight) for name, linear in linears.items()}
     for name, each in tqdm(observed.items(), desc="searching scales", unit="weight", disable=not progress):
+        path, _, attribute = name.rpartition(".")
         squares = each.activation_squares
+        weight, largest = WeightRef(name, modules[path], attribute, getattr(modules[path], attribute)), None
         if isinstance(each, ObservedLinear):
             largest = torch.stack([amax[other] for other in joined_with(name, linears)]).amax()
             each.stop_observing()
-            set_weight(each, quantize_weighted(each.weight.detach(), spec, squares, largest))
-            continue
-        path, _, attribute = name.rpartition(".")
-        weight = quantize_weighted_experts(modules[path], getattr(modules[path], attribute).detach(), spec, squares)
-        setattr(modules[path], attribute, nn.Parameter(weight, requires_grad=False))
+        weight.set(weight.quantized(config, amax=largest, squares=squares))
 
 
 @torch.no_grad()

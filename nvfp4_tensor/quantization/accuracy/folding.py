@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.quantization.accuracy.gptq.inputs import product_of
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode
-from nvfp4_tensor.quantization.accuracy.gptq.statistics import square_of
-from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter, is_quantizable
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 
 EXPONENTS = tuple(i / 10 for i in range(11))
@@ -83,7 +83,6 @@ def fold_scales(
     batches = list(batches)
     if not batches:
         raise ValueError("fold_scales weighs columns by their inputs: give at least one batch")
-    chosen = filter_fn or (lambda module, name: is_quantizable(module))
     names = {module: name for name, module in model.named_modules()}
     with in_eval_mode(model), _Readers.watching(model) as readers:
         for batch in tqdm(batches, desc="folding", unit="batch", disable=not progress):
@@ -91,7 +90,7 @@ def fold_scales(
     folds = []
     for norm, hessian in readers.hessians.items():
         linears = {names[linear]: linear for linear in readers.linears[norm]}
-        counted = [linear for name, linear in linears.items() if chosen(linear, name)]
+        counted = [linear for name, linear in linears.items() if filter_fn is None or filter_fn(linear, name)]
         if counted:
             fold = Fold((names[norm], norm), linears)
             with torch.autocast(hessian.device.type, enabled=False):  # autocast would round the products
@@ -167,7 +166,8 @@ class _Readers(TorchFunctionMode):
     def _add(self, norm: nn.Module, x: Tensor, linear: nn.Linear) -> None:
         linears = self.linears.setdefault(norm, [])
         if not linears or linear is linears[0]:  # once per norm output
-            square = square_of(x.reshape(-1, x.shape[-1]))
+            rows = x.reshape(-1, x.shape[-1])
+            square = product_of(rows, rows)
             self.hessians[norm] = self.hessians[norm] + square if norm in self.hessians else square
         if linear not in linears:
             linears.append(linear)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 from tqdm import tqdm
 
+from nvfp4_tensor.quantization.accuracy.gptq.run import find_targets
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of
-from nvfp4_tensor.quantization.accuracy.gptq.targets import Filter, WeightRef, find_targets
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.experts import quantized_experts
+from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored, to_dense
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
+from nvfp4_tensor.quantization.weights import WeightRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Part:
         elements: the number of elements of the weights.
         dense_bits, bits: bits per element, dense and in NVFP4.
         called: whether a batch reached any of the weights. If not, the loss is zero because nothing was measured.
+        dense: whether a budget leaves the weights dense.
     """
 
     name: str
@@ -40,13 +41,57 @@ class Part:
     dense_bits: float
     bits: float
     called: bool = True
+    dense: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What stays dense within a number of bits per element.
+
+    Attributes:
+        wanted: the requested bits per element.
+        bits: the bits per element used, including scales.
+        tokens: the number of tokens on which the costs were measured.
+        costs: the parts, in descending order of loss.
+    """
+
+    wanted: float
+    bits: float
+    tokens: int
+    costs: tuple[Part, ...]
+
+    @property
+    def left_dense(self) -> tuple[str, ...]:
+        """The names of the weights that stay dense."""
+        return tuple(name for cost in self.costs if cost.dense for name in cost.weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivity:
-    """The result of :func:`sensitivity`. Its ``str`` is a table in descending order of loss."""
+    """The result of :func:`sensitivity`. Its ``str`` is a table in descending order of loss.
+
+    Attributes:
+        parts: the weights that were quantized together, with their costs.
+        tokens: the number of tokens on which the costs were measured.
+    """
 
     parts: tuple[Part, ...]
+    tokens: int = 0
+
+    def within(self, bits: float) -> Budget:
+        """Return the parts, those of :meth:`dense_within` marked as dense.
+
+        Raises:
+            ValueError: ``bits`` is below the average with every weight in NVFP4.
+        """
+        dense = set(self.dense_within(bits))
+        costs = [dataclasses.replace(part, dense=part.weights[0] in dense) for part in self._by_loss]
+        used = sum((part.dense_bits if part.dense else part.bits) * part.elements for part in costs)
+        return Budget(bits, used / sum(part.elements for part in costs), self.tokens, tuple(costs))
+
+    @property
+    def _by_loss(self) -> list[Part]:
+        return sorted(self.parts, key=lambda part: part.loss, reverse=True)
 
     def dense_within(self, bits: float) -> list[str]:
         """Return the weights to leave dense so that the model uses at most ``bits`` per element on average.
@@ -86,10 +131,9 @@ class Sensitivity:
 
     def __str__(self) -> str:
         width = max([len(part.name) for part in self.parts], default=0)
-        ordered = sorted(self.parts, key=lambda part: part.loss, reverse=True)
-        losses = {part.name: f"{part.loss:.3e} nats" if part.called else "    not called" for part in ordered}
+        losses = {part.name: f"{part.loss:.3e} nats" if part.called else "    not called" for part in self.parts}
         return "\n".join(
-            f"{part.name:<{width}}  {losses[part.name]}  {part.elements:>12,} elements" for part in ordered
+            f"{part.name:<{width}}  {losses[part.name]}  {part.elements:>12,} elements" for part in self._by_loss
         )
 
     @staticmethod
@@ -148,7 +192,8 @@ def sensitivity(
         bar = tqdm(groups.items(), desc="sensitivity", unit="part", disable=not progress)
         parts = [_part(model, name, targets, config, batches, exact) for name, targets in bar]
     reached = {name for name, targets in groups.items() if any(target.module in called for target in targets)}
-    return Sensitivity(tuple(dataclasses.replace(p, called=p.name in reached or p.loss != 0) for p in parts))
+    tokens = sum(own.shape[:-1].numel() for own in exact)
+    return Sensitivity(tuple(dataclasses.replace(p, called=p.name in reached or p.loss != 0) for p in parts), tokens)
 
 
 @contextmanager
@@ -186,7 +231,7 @@ def _part(
     bits = 0
     try:
         for target in targets:
-            weight = quantized(target, config)
+            weight = target.quantized(config)
             bits += 8 * weight.stored_bytes
             target.set(weight)
         pairs = [(_log_probabilities(model, batch), own) for batch, own in zip(batches, exact, strict=True)]
@@ -199,13 +244,6 @@ def _part(
     tokens = sum(own.shape[:-1].numel() for own in exact)
     names = tuple(target.name for target in targets)
     return Part(name, names, loss / tokens, elements, dense_bits, bits / elements)
-
-
-def quantized(target: WeightRef, config: NVFP4WeightOnlyConfig) -> NVFP4Tensor:
-    """Quantize a weight by a config that needs no calibration."""
-    if target.dense.dim() == 3:
-        return quantized_experts(target.module, target.dense.detach(), config.weight, config.activation)
-    return quantize(target.dense.detach(), config.weight)._replace(activation_spec=config.activation)
 
 
 def _log_probabilities(model: nn.Module, batch: Any) -> Tensor:

@@ -54,7 +54,7 @@ def test_a_loss_is_that_of_the_weight_alone(config):
         assert part.bits == own.get_parameter(part.name).bits_per_element
 
 
-def test_what_feeds_more_costs_more():
+def test_what_feeds_more_costs_more_and_what_is_grouped_is_quantized_together():
     m = model()
     m.layers[1][2].weight.data *= 20
     found = sensitivity(m, batches(), progress=False)
@@ -64,6 +64,13 @@ def test_what_feeds_more_costs_more():
     layers = sensitivity(m, batches(), by_layer=True, progress=False)
     assert [part.name for part in layers.parts] == ["layers.0", "layers.1", "layers.2", "head.weight"]
     assert layers.parts[1].weights == ("layers.1.0.weight", "layers.1.2.weight")
+    grouped = sensitivity(m, batches(), group_of=lambda name: "head" if "head" in name else "rest", progress=False)
+    assert [part.name for part in grouped.parts] == ["rest", "head"]
+    assert grouped.parts[0].weights == tuple(part.name for part in found.parts[:-1])
+    assert grouped.parts[1].loss == found.parts[-1].loss
+    assert grouped.parts[0].loss > 0.9 * worst.loss
+    with pytest.raises(ValueError, match="give only one of them"):
+        sensitivity(m, batches(), group_of=str, by_layer=True, progress=False)
 
 
 def parts(*losses_and_elements):
@@ -85,19 +92,19 @@ def test_a_budget_goes_to_the_most_loss_a_bit():
 def test_any_budget_is_kept():
     draw = random.Random(0)
     for _ in range(200):
-        found = Sensitivity(
-            tuple(
-                Part(f"p{i}", (f"p{i}",), draw.choice([0.0, draw.random()]), draw.choice([1, draw.randint(1, 10**6)]),
-                     draw.choice([16.0, 32.0]), draw.choice([4.5, 4.53, 5.0]))
-                for i in range(draw.randint(1, 8))
-            )
-        )  # fmt: skip
-        elements = sum(part.elements for part in found.parts)
-        least = sum(part.bits * part.elements for part in found.parts) / elements
+        parts = [
+            Part(f"p{i}", (f"p{i}",), draw.choice([0.0, draw.random()]), draw.choice([1, draw.randint(1, 10**6)]),
+                 draw.choice([16.0, 32.0]), draw.choice([4.5, 4.53, 5.0]))
+            for i in range(draw.randint(1, 8))
+        ]  # fmt: skip
+        least = sum(part.bits * part.elements for part in parts) / sum(part.elements for part in parts)
         for more in (0.0, 0.001, draw.random(), 12 * draw.random()):
-            dense = set(found.dense_within(least + more))
-            used = sum((part.dense_bits if part.name in dense else part.bits) * part.elements for part in found.parts)
-            assert used / elements <= (least + more) * (1 + 1e-9)
+            budget = Sensitivity(tuple(parts), 7).within(least + more)
+            assert budget.bits <= (least + more) * (1 + 1e-9) and budget.tokens == 7
+            assert set(budget.left_dense) == set(Sensitivity(tuple(parts)).dense_within(least + more))
+            used = sum((p.dense_bits if p.name in budget.left_dense else p.bits) * p.elements for p in parts)
+            assert used == pytest.approx(budget.bits * sum(part.elements for part in parts))
+            assert [part.loss for part in budget.costs] == sorted((part.loss for part in parts), reverse=True)
 
 
 def test_the_filter_leaves_them_dense():
@@ -116,22 +123,6 @@ def test_the_filter_leaves_them_dense():
     assert type(m.head) is nn.Linear
 
 
-def test_experts():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.Parameter(torch.randn(2, 16, 32))
-
-        def forward(self, x):
-            return nn.functional.linear(x, self.up[0]) + nn.functional.linear(x, self.up[1])
-
-    torch.manual_seed(0)
-    m = nn.Sequential(Experts())
-    found = sensitivity(m, [torch.randn(4, 32)], progress=False)
-    assert [part.name for part in found.parts] == ["0.up"] and found.parts[0].loss > 0
-    assert type(m[0].up.data) is torch.Tensor
-
-
 class Unused(nn.Module):
     def __init__(self, answer=lambda x: x):
         super().__init__()
@@ -141,9 +132,21 @@ class Unused(nn.Module):
         return self.answer(self.used(x))
 
 
-def test_what_was_not_called_is_named():
-    found = sensitivity(Unused(), [torch.randn(4, 32)], progress=False)
-    assert {part.name: part.called for part in found.parts} == {"used.weight": True, "unused.weight": False}
+def test_what_was_not_called_is_named_and_experts_are_measured():
+    class Experts(Unused):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(2, 16, 32))
+
+        def forward(self, x):
+            return self.used(x) + nn.functional.linear(x, self.up[0]).repeat(1, 2)
+
+    m = Experts()
+    found = sensitivity(m, [torch.randn(4, 32)], progress=False)
+    assert {part.name: part.called for part in found.parts} == {
+        "up": True, "used.weight": True, "unused.weight": False
+    }  # fmt: skip
+    assert found.parts[0].name == "up" and found.parts[0].loss > 0 and type(m.up.data) is torch.Tensor
     lines = {line.split()[0]: line for line in str(found).splitlines()}
     assert "not called" in lines["unused.weight"] and "nats" in lines["used.weight"]
 
@@ -165,14 +168,3 @@ def test_what_was_not_called_is_named():
 def test_arguments_that_do_not_fit(make, arguments, error, message):
     with pytest.raises(error, match=message):
         sensitivity(make(), *arguments, progress=False)
-
-
-def test_what_is_grouped_is_quantized_together():
-    found = sensitivity(model(), batches(), group_of=lambda name: "head" if "head" in name else "rest", progress=False)
-    alone = sensitivity(model(), batches(), progress=False)
-    assert [part.name for part in found.parts] == ["rest", "head"]
-    assert found.parts[0].weights == tuple(part.name for part in alone.parts[:-1])
-    assert found.parts[1].loss == alone.parts[-1].loss
-    assert found.parts[0].loss > max(part.loss for part in alone.parts[:-1])
-    with pytest.raises(ValueError, match="give only one of them"):
-        sensitivity(model(), batches(), group_of=str, by_layer=True, progress=False)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,19 +16,86 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.numerics import reference
-from nvfp4_tensor.quantization.accuracy.gptq.config import GPTQConfig
-from nvfp4_tensor.quantization.accuracy.gptq.folder import Finished
+from nvfp4_tensor.numerics.choices import RoundingMode
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.quantization.accuracy.gptq.inputs import Collected, Fed, Statistics, Watch
 from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, moved_to_inputs, round_weight
 from nvfp4_tensor.quantization.accuracy.gptq.stages import Call, call_model, in_eval_mode, layers_of, record
-from nvfp4_tensor.quantization.accuracy.gptq.statistics import Collected, Statistics, Streams
-from nvfp4_tensor.quantization.accuracy.gptq.targets import Fed, Filter, Watch, WeightRef, find_targets
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.model_plan import plan_matrices
+from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
+from nvfp4_tensor.quantization.linear import quantizable
+from nvfp4_tensor.quantization.names import group_of
 from nvfp4_tensor.quantization.observed_experts import ROUTED, routed_tokens, summary_of
+from nvfp4_tensor.quantization.quantize_call import Filter
+from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.quantization.trained import restored, to_dense
-from nvfp4_tensor.quantization.whole_model import PlannedFilter, matrices_of, plan_model
+from nvfp4_tensor.quantization.weights import WeightRef
+from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTQConfig:
+    """The config of :func:`gptq`.
+
+    Args:
+        base_config: the format: weights only (NVFP4WeightOnlyConfig), or weights and activations (NVFP4Config). With
+            quantized activations, the Hessian is that of quantized inputs, and the target is the output on unquantized
+            inputs. By default weights only, with a scale search.
+        damping: the fraction of the mean of the Hessian's diagonal that is added to its diagonal.
+        act_order: round blocks, and columns within each block, in descending order of the Hessian's diagonal. False
+            rounds them in memory order.
+        dense_target_weight: interpolates the target between the weight's output on the quantized model's inputs (0, the
+            default) and the dense model's output on the dense model's inputs (1), with which each layer compensates for
+            the errors of the layers before it. Values above 0 need more runs of each layer. SmolLM2 gained slightly
+            with 8,192 tokens; toy models with fewer tokens gained nothing.
+        sequential_within_layer: run a layer again for each of its inputs, so that ``o_proj`` is fitted to the outputs
+            of the quantized ``q_proj``, ``k_proj`` and ``v_proj``. By default all inputs of a layer are recorded before
+            its first weight changes.
+
+    Raises:
+        ValueError: a number out of range, or a spec other than 1x16 blocks rounded to nearest without a transform.
+        TypeError: base_config has another type.
+    """
+
+    base_config: NVFP4WeightOnlyConfig = dataclasses.field(  # by default that of the table of accuracies
+        default_factory=lambda: NVFP4WeightOnlyConfig(scale_search="mse", scale_ceiling=448)
+    )
+    damping: float = 0.01
+    act_order: bool = True
+    dense_target_weight: float = 0.0
+    sequential_within_layer: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base_config, NVFP4WeightOnlyConfig):
+            raise TypeError(
+                f"base_config must be an NVFP4WeightOnlyConfig or NVFP4Config, not {type(self.base_config).__name__}"
+            )
+        if not 0 < self.damping < float("inf"):
+            raise ValueError(f"damping must be positive and finite, for instance 0.01, got {self.damping!r}")
+        if not 0 <= self.dense_target_weight <= 1:
+            raise ValueError(f"dense_target_weight must be from 0 to 1, got {self.dense_target_weight!r}")
+        for name, spec in (("weight", self.base_config.weight), ("activation", self.base_config.activation)):
+            if spec is not None and (spec.round_mode != RoundingMode.RNE or spec.hadamard_sign is not None):
+                raise ValueError(
+                    f"GPTQ needs a {name} spec with round_mode 'rne' and without a Hadamard transform, got {spec}"
+                )
+        if self.base_config.weight.block_rows != 1:
+            raise ValueError(f"GPTQ needs 1x16 blocks: give block_rows=1, not {self.base_config.weight.block_rows}")
+        if any(getattr(self.base_config, name, None) for name in ("step", "weighted", "percentile", "headroom")):
+            raise ValueError(
+                "step, weighted, percentile and headroom are only for calibrate: GPTQ weighs errors by the full "
+                "Hessian, and each call computes the amax of its activations"
+            )
+
+    @property
+    def weight(self) -> QuantizeSpec:
+        """The spec of the weights."""
+        return self.base_config.weight
+
 
 REST = "rest"
 """The file with the weights outside of layers."""
@@ -77,7 +148,9 @@ def gptq(
         batches = [tokenizer(text, return_tensors="pt") for text in texts]
         gptq(model, batches, filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != "lm_head")
     """
-    config = _checked(config)
+    config = (
+        config if isinstance(config, GPTQConfig) else GPTQConfig(**{} if config is None else {"base_config": config})
+    )
     batches = list(batches)
     if not batches:
         raise ValueError("GPTQ needs the inputs of weights: give at least one batch")
@@ -97,12 +170,6 @@ def gptq(
     return model
 
 
-def _checked(config: GPTQConfig | NVFP4WeightOnlyConfig | None) -> GPTQConfig:
-    if config is None:
-        return GPTQConfig()
-    return config if isinstance(config, GPTQConfig) else GPTQConfig(base_config=config)
-
-
 def _chain(
     model: nn.Module, targets: Sequence[WeightRef], layers: Sequence[nn.Module] | None
 ) -> list[tuple[str, nn.Module]]:
@@ -118,10 +185,65 @@ def _chain(
 
 def _joined(model: nn.Module, targets: Sequence[WeightRef]) -> dict[WeightRef, list[WeightRef]]:
     """Return the weights with which each linear that servers join shares a per-tensor scale, including itself."""
-    linears = {target.module: target for target in targets if target.experts == 1}
-    names = {target.name for target in linears.values()}
-    groups = PlannedFilter(model, plan_matrices(matrices_of(model), selected=names.__contains__)).groups
-    return {linears[module]: [linears[each] for each in group] for module, group in groups.items()}
+    own = {target.name: target for target in targets if target.experts == 1}
+    linears = {f"{path}.weight".lstrip(".") for path, module in model.named_modules() if is_linear(module)}
+    groups = {target: [own[each] for each in group_of(name, own, linears)] for name, target in own.items()}
+    return {target: group for target, group in groups.items() if len(group) > 1}
+
+
+# --- the weights of a model ---
+
+
+def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
+    """Return the weights of the modules that the filter selects: linears, and modules with parameters (E, N, K).
+
+    Shared weights are left out, with a warning.
+    """
+    chosen = {
+        module: name
+        for name, module in model.named_modules()
+        if (is_quantizable(module) if filter_fn is None else filter_fn(module, name))
+    }
+    refuse_shards(model, chosen)
+    targets = [target for module, name in chosen.items() for target in _targets_of(name, as_linear(module))]
+    if not targets:
+        raise ValueError(
+            f"nothing to quantize in {type(model).__name__}: it has no linear and no experts"
+            + (" that filter_fn selects" if filter_fn else "")
+        )
+    holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    shared = [target.name for target in targets if holders[id(target.dense)] > 1]
+    if shared:
+        warnings.warn(
+            f"left dense, because several modules share the weight: {', '.join(shared)}", stacklevel=user_level()
+        )
+    return [target for target in targets if target.name not in shared]
+
+
+def is_quantizable(module: nn.Module) -> bool:
+    """Return whether the module is a linear or has the weights of experts."""
+    return is_linear(module) or bool(_expert_weights(module))
+
+
+def _expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return {}
+    parameters = {name: each for name, each in module._parameters.items() if each is not None and each.dim() == 3}
+    return {name: each for name, each in parameters.items() if each.dtype in HIGH_PRECISION_DTYPES}
+
+
+def _targets_of(name: str, module: nn.Module) -> Iterator[WeightRef]:
+    prefix = f"{name}." if name else ""
+    if isinstance(module, nn.Linear) or not is_quantizable(module):
+        yield WeightRef(f"{prefix}weight", module, "weight", quantizable(module).weight)
+        return
+    for attribute, parameter in _expert_weights(module).items():
+        if isinstance(parameter.data, NVFP4Tensor):
+            raise ValueError(f"{prefix}{attribute} is NVFP4 already: start from the dense model")
+        yield WeightRef(f"{prefix}{attribute}", module, attribute, parameter)
+
+
+# --- a run ---
 
 
 @dataclasses.dataclass
@@ -144,12 +266,12 @@ class _Run:
     ) -> list[WeightRef]:
         """Quantize the layers in sequence. Return the weights outside of them."""
         hidden, calls = record(model, layers, batches)
-        streams = Streams(hidden, list(hidden) if self.config.dense_target_weight else None)
+        dense = list(hidden) if self.config.dense_target_weight else None  # hidden states of the dense model
         left = list(targets)
         for i, (name, layer) in enumerate(layers):
             modules = set(layer.modules())
             own = [target for target in left if target.module in modules]
-            self._layer(name, layer, own, [batch[i] for batch in calls], streams)
+            self._layer(name, layer, own, [batch[i] for batch in calls], hidden, dense)
             left = [target for target in left if target not in own]
         return left
 
@@ -166,20 +288,31 @@ class _Run:
         self._save(REST, targets)
 
     def _layer(
-        self, name: str, layer: nn.Module, targets: list[WeightRef], calls: Sequence[Call], streams: Streams
+        self,
+        name: str,
+        layer: nn.Module,
+        targets: list[WeightRef],
+        calls: Sequence[Call],
+        hidden: list[Tensor],
+        dense: list[Tensor] | None,
     ) -> None:
-        dense = streams.advance_dense(layer, calls, targets)
-        fed: Sequence[Watch | None] = dense or [None] * len(calls)
+        """Quantize a layer, and run the hidden states of each batch through it, those of the dense model before."""
+        fed: list[Watch] = []  # the inputs in the dense model, for each batch
+        for i, call in enumerate(calls if dense else ()):
+            with Watch(targets) as watch:
+                dense[i] = call.run(layer, dense[i])  # type: ignore[index]
+            fed.append(watch)
         if not self._load(name, targets):
-            for group in self._groups(layer, calls, targets, streams, dense):
+            for group in self._groups(layer, calls, targets, hidden, fed):
                 collected = self._collected(group)
-                for call, states, z in zip(calls, streams.quantized, fed, strict=True):
+                for i, (call, states) in enumerate(zip(calls, hidden, strict=True)):
                     with Watch(group) as watch:
                         call.run(layer, states)
-                    collected.add(watch, z, rows=states.shape[:-1].numel())
+                    collected.add(watch, fed[i] if fed else None, rows=states.shape[:-1].numel())
                 self._quantize(collected)
             self._save(name, targets)
-        streams.advance(layer, calls)
+        for i, call in enumerate(calls):
+            hidden[i] = call.run(layer, hidden[i])
 
     def _collected(self, targets: Sequence[WeightRef]) -> Collected:
         return Collected(targets, self.config.base_config.activation, self.config.dense_target_weight)
@@ -189,18 +322,18 @@ class _Run:
         layer: nn.Module,
         calls: Sequence[Call],
         targets: Sequence[WeightRef],
-        streams: Streams,
-        dense: list[Watch] | None,
+        hidden: Sequence[Tensor],
+        dense: Sequence[Watch],
     ) -> list[list[WeightRef]]:
         """Return the weights per pass over the batches: those that share an input or a scale, or all of the layer."""
         if not self.config.sequential_within_layer:
             return [list(targets)] if targets else []
         groups: list[list[WeightRef]] = []
         left = list(targets)
-        for i, (call, states) in enumerate(zip(calls, streams.quantized, strict=True)):
+        for i, (call, states) in enumerate(zip(calls, hidden, strict=True)):
             if not left:
                 break
-            if dense is not None:
+            if dense:
                 watch = dense[i]
             else:
                 with Watch(left) as watch:
@@ -220,7 +353,7 @@ class _Run:
                 for (target, expert), weight in zip(each.fed, self._rounded(each, collected, shared), strict=True):
                     made.setdefault(target, {})[expert] = weight
         for target, rounded in made.items():
-            target.put([rounded[expert] for expert in range(target.experts)])
+            target.set(target.joined([rounded[expert] for expert in range(target.experts)]))
             self.tick()
         for module, tokens in collected.routed.items():
             self.routed.setdefault(module, tokens)  # a layer may run several times
@@ -240,7 +373,7 @@ class _Run:
             weight = self._aimed_at(each, fed, factor)
             amax = shared[target].to(weight.device) if target in shared else self._amax(weight)
             rounded = round_weight(weight, factor, self.config.weight, amax)
-            yield rounded._replace(orig_dtype=target.dense.dtype, **self.config.fields)
+            yield rounded._replace(orig_dtype=target.dense.dtype, **self.config.base_config.fields)
 
     def _joined_amax(
         self, target: WeightRef, each: Statistics, factor: Factor, collected: Collected
@@ -285,3 +418,82 @@ class _Run:
     def _save(self, name: str, targets: Sequence[WeightRef]) -> None:
         if self.finished is not None:
             self.finished.save(name, {target.name: getattr(target.module, target.attribute).data for target in targets})
+
+
+# --- the folder of finished layers ---
+
+_SETTINGS = "settings.json"
+
+
+class Finished:
+    """A folder with one file per finished layer, for one model, one config and one set of batches.
+
+    Raises:
+        ValueError: the folder has the layers of another run.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: GPTQConfig,
+        model: nn.Module,
+        targets: Sequence[WeightRef],
+        batches: Sequence[Any],
+    ) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        weights = hashlib.blake2b(digest_size=16)
+        _digest([target.name for target in targets], weights)
+        _digest(dict(model.named_parameters()), weights)  # including norms and embeddings: inputs depend on them
+        inputs = hashlib.blake2b(digest_size=16)
+        _digest(batches, inputs)
+        settings = {"config": str(config), "weights": weights.hexdigest(), "batches": inputs.hexdigest()}
+        path = self.folder / _SETTINGS
+        if not path.exists():
+            path.with_suffix(".part").write_text(json.dumps(settings, indent=1) + "\n")
+            path.with_suffix(".part").replace(path)
+        found = json.loads(path.read_text())
+        if differs := [name for name, value in settings.items() if found.get(name) != value]:
+            raise ValueError(
+                f"{self.folder} has the layers of a run with other {', '.join(differs)}: resume with the same ones, or "
+                "give another folder"
+            )
+
+    def load(self, name: str, targets: Sequence[WeightRef]) -> dict[str, NVFP4Tensor] | None:
+        """Return the weights of layer ``name`` by parameter name, or None if it is not finished."""
+        path = self._path(name)
+        if not path.exists():
+            return None
+        weights = torch.load(path, weights_only=True, map_location=targets[0].dense.device if targets else None)
+        if set(weights) != {target.name for target in targets}:
+            raise ValueError(f"{path} does not have the weights of {name}: delete it to quantize the layer again")
+        return weights
+
+    def save(self, name: str, weights: dict[str, NVFP4Tensor]) -> None:
+        """Write the weights of a layer atomically."""
+        path = self._path(name)
+        torch.save(weights, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.pt"
+
+
+def _digest(value: Any, into: Any) -> None:
+    """Update the hash ``into`` with the values of tensors and containers of tensors."""
+    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        names, context = value.__tensor_flatten__()
+        into.update(repr((context, tuple(value.shape), value.stride())).encode())
+        _digest([getattr(value, name) for name in names], into)
+    elif isinstance(value, Tensor):
+        into.update(repr((value.dtype, tuple(value.shape))).encode())
+        into.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            into.update(repr(name).encode())
+            _digest(item, into)
+    elif isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        for item in value:
+            _digest(item, into)
+    else:
+        into.update(repr(value).encode())

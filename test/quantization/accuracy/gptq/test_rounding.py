@@ -60,10 +60,9 @@ def test_without_correlation_it_is_the_spec(spec):
 def test_correlation_is_made_use_of(spec):
     torch.manual_seed(0)
     w, x = torch.randn(32, 160), correlated(1000, 160)
-    hessian = x.T @ x
     for act_order in (False, True):
-        own = round_weight(w, Factor.of(hessian, 0.01, act_order=act_order), spec, w.abs().amax()).dequantize()
-        assert loss(w, own, hessian) < 0.55 * loss(w, quantize(w, spec).dequantize(), hessian)
+        own = round_weight(w, Factor.of(x.T @ x, 0.01, act_order=act_order), spec, w.abs().amax()).dequantize()
+        assert loss(w, own, x.T @ x) < 0.55 * loss(w, quantize(w, spec).dequantize(), x.T @ x)
 
 
 @pytest.mark.parametrize("spec", [SPECS[3], SPECS[-1]], ids=str)
@@ -113,17 +112,14 @@ def test_heavy_blocks_come_first():
 def test_the_scale_chosen_is_the_best_of_its_candidates():
     """Try every candidate of one block explicitly, with the feedback inside the block."""
     torch.manual_seed(0)
-    w, x = torch.randn(8, 16), correlated(200, 16)
-    hessian, spec = x.T @ x, QuantizeSpec(scale_search="mse")
-    amax = w.abs().amax()
-    factor = Factor.of(hessian, 0.01, act_order=False)
-    own = round_weight(w, factor, spec, amax)
-    upper = factor.upper.double()
+    w, x, spec = torch.randn(8, 16), correlated(200, 16), QuantizeSpec(scale_search="mse")
+    amax, factor = w.abs().amax(), Factor.of(x.T @ x, 0.01, act_order=False)
+    own, upper = round_weight(w, factor, spec, amax).dequantize(), factor.upper.double()
     unit = reference.per_tensor_scale(amax, spec).double()
     for row, step in itertools.product(range(8), range(-1, 6)):
-        base = reference.to_e4m3(
-            w[row].abs().amax() * reference.encode_scale(amax, spec) * (1 / 6), spec.scale_rounding, w[row].abs().amax()
-        )
+        block_amax = w[row].abs().amax()
+        scaled = block_amax * reference.encode_scale(amax, spec) * (1 / 6)
+        base = reference.to_e4m3(scaled, spec.scale_rounding, block_amax)
         s = (base.int() + step).to(torch.uint8).view(torch.float8_e4m3fn).double() * unit
         left, cost = w[row].double().clone(), 0.0
         for i in range(16):
@@ -131,8 +127,8 @@ def test_the_scale_chosen_is_the_best_of_its_candidates():
             e = (left[i] - q) / upper[i, i]
             cost += float(e * e)
             left[i:] -= e * upper[i, i:]
-        chosen = (w[row].double() - own.dequantize()[row].double()) @ torch.linalg.inv(upper.T @ upper)
-        assert float(chosen @ (w[row] - own.dequantize()[row]).double()) <= cost * (1 + 1e-4)
+        chosen = (w[row] - own[row]).double()
+        assert float(chosen @ torch.linalg.inv(upper.T @ upper) @ chosen) <= cost * (1 + 1e-4)
 
 
 def test_weights_move_to_the_inputs_they_meet():
@@ -146,7 +142,7 @@ def test_weights_move_to_the_inputs_they_meet():
     assert torch.equal(moved_to_inputs(w, x.T @ x, x.T @ x, factor), w)
 
 
-def test_columns_that_were_never_fed():
+def test_columns_that_were_never_fed_and_hessians_that_cannot_be_used():
     torch.manual_seed(0)
     x = correlated(300, 64)
     x[:, 5] = 0
@@ -154,10 +150,7 @@ def test_columns_that_were_never_fed():
     w = torch.randn(4, 64)
     own = round_weight(w, Factor.of(x.T @ x, 0.01, act_order=True), QuantizeSpec(), w.abs().amax())
     assert torch.equal(own.dequantize()[:, 16:32], quantize(w).dequantize()[:, 16:32])
-
-
-def test_a_hessian_that_cannot_be_used():
     with pytest.raises(ValueError, match="NaN or Inf"):
         Factor.of(torch.full((16, 16), float("nan")), 0.01, act_order=True)
     with pytest.raises(ValueError, match="larger damping"):
-        Factor.of(torch.eye(16) - 2 * torch.ones(16, 16) + 3 * torch.eye(16) * 0, 0.01, act_order=True)
+        Factor.of(torch.eye(16) - 2 * torch.ones(16, 16), 0.01, act_order=True)

@@ -9,7 +9,7 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
 from nvfp4_tensor.quantization import GPTQConfig, gptq
-from nvfp4_tensor.quantization.accuracy.gptq.folder import Finished
+from nvfp4_tensor.quantization.accuracy.gptq.run import Finished
 
 pytestmark = pytest.mark.slow
 
@@ -159,23 +159,13 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        for i, name in enumerate(("q_proj", "k_proj", "v_proj", "o_proj")):
-            setattr(self, name, nn.Linear(WIDTH, WIDTH))
-            getattr(self, name).weight.data *= 2.0**i
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        for i, linear in enumerate(self.children()):
+            linear.weight.data *= 2.0**i
 
     def forward(self, x):
         inner = self.q_proj(x) * self.k_proj(x).tanh()
         return x + self.o_proj(inner * self.v_proj(inner.tanh()))
-
-
-class Expert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.up_proj.weight.data *= 4
-
-    def forward(self, x):
-        return self.down_proj(self.gate_proj(x).tanh() * self.up_proj(x))
 
 
 class Experts(nn.Module):
@@ -183,14 +173,20 @@ class Experts(nn.Module):
 
     def __init__(self):
         super().__init__()
+        names = ("gate_proj", "up_proj", "down_proj")
         self.gate = nn.Linear(WIDTH, 2)
-        self.experts = nn.ModuleList(Expert() for _ in range(2))
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH, bias=False) for name in names}) for _ in range(2)
+        )
+        for expert in self.experts:
+            expert["up_proj"].weight.data *= 4
 
     def forward(self, x):
         rows = x.flatten(0, -2)
         chosen, y = self.gate(rows).argmax(-1), torch.zeros_like(rows)
         for i, expert in enumerate(self.experts):
-            y[chosen == i] = expert(rows[chosen == i])
+            own = rows[chosen == i]
+            y[chosen == i] = expert["down_proj"](expert["gate_proj"](own).tanh() * expert["up_proj"](own))
         return x + y.view_as(x)
 
 
@@ -285,13 +281,19 @@ def test_layers_that_are_no_chain():
         gptq(m, batches(), layers=[m.layers[0]] * 2, progress=False)
 
 
-def test_a_shared_weight_stays_dense():
+def test_a_shared_weight_stays_dense_and_one_that_is_not_finite_is_named():
     m = model()
     m.embedding = nn.Embedding(40, WIDTH)
     m.embedding.weight = m.head.weight
+    linears = {"filter_fn": lambda module, name: isinstance(module, nn.Linear), "progress": False}
     with pytest.warns(UserWarning, match=r"left dense.*head\.weight"):
-        gptq(m, batches(), filter_fn=lambda module, name: isinstance(module, nn.Linear), progress=False)
+        gptq(m, batches(), **linears)
     assert type(m.head) is nn.Linear and isinstance(m.layers[0].up.weight, NVFP4Tensor)
+    m = model()
+    m.layers[1].gate.weight.data[3, 5] = float("inf")
+    with pytest.raises(ValueError, match=r"layers\.1\.gate\.weight has NaN or Inf"):
+        gptq(m, batches(), **linears)
+    assert type(m.layers[0].up) is nn.Linear
 
 
 def test_training_mode_and_a_layers_own_forward_come_back():
@@ -338,38 +340,22 @@ def test_layers_may_write_to_what_they_are_given(options):
 BOTH = GPTQConfig(base_config=NVFP4Config(row_scaled=True), dense_target_weight=0.5)
 
 
-def layers_alone():
-    """A model whose layers compute in float32 even under autocast."""
-    m = model()
-    for module in (*m.layers, m.mix):
-        module.forward = torch.autocast("cpu", enabled=False)(module.forward)
-    return m
-
-
-@pytest.fixture(scope="module")
-def with_usual_defaults():
-    return gptq(layers_alone(), batches(), BOTH, filter_fn=inside, progress=False)
-
-
-def test_defaults_of_torch_change_nothing(with_usual_defaults, other_defaults):
-    m, data = other_defaults(lambda: (layers_alone(), batches()))
-    assert_same_codes(gptq(m, data, BOTH, filter_fn=inside, progress=False), with_usual_defaults)
-
-
-def test_autocast_changes_nothing_but_what_the_model_computes(with_usual_defaults):
-    m, data = layers_alone(), batches()
-    with torch.autocast("cpu", torch.bfloat16):
-        gptq(m, data, BOTH, filter_fn=inside, progress=False)
-    assert_same_codes(m, with_usual_defaults)
-
-
-def test_a_weight_that_is_not_finite_is_named():
-    for value in (float("nan"), float("inf")):
+def test_defaults_of_torch_and_autocast_change_nothing_but_what_the_model_computes(other_defaults):
+    def layers_alone():  # which compute in float32 even under autocast
         m = model()
-        m.layers[1].gate.weight.data[3, 5] = value
-        with pytest.raises(ValueError, match=r"layers\.1\.gate\.weight has NaN or Inf"):
-            gptq(m, batches(), progress=False)
-        assert type(m.layers[0].up) is nn.Linear
+        for module in (*m.layers, m.mix):
+            module.forward = torch.autocast("cpu", enabled=False)(module.forward)
+        return m
+
+    def fitted(autocast):
+        m, data = layers_alone(), batches()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return gptq(m, data, BOTH, filter_fn=inside, progress=False)
+
+    expected = other_defaults(lambda: fitted(False))
+    m, data = other_defaults(lambda: (layers_alone(), batches()))
+    assert_same_codes(gptq(m, data, BOTH, filter_fn=inside, progress=False), expected)
+    assert_same_codes(other_defaults(lambda: fitted(True)), expected)
 
 
 def test_a_product_without_a_call_of_the_linear_is_seen():
@@ -389,8 +375,7 @@ def test_a_linear_used_several_times_learns_of_all():
     with torch.no_grad():
         rows = [torch.cat((x, layer(x))).flatten(0, -2) for x in batches()]
     alone = quantized(nn.Sequential(layer.up), data=rows, layers=[])
-    own = quantized(Chain(layer, layer))
-    assert torch.equal(own.layers[1].up.weight.qdata, alone[0].weight.qdata)
+    assert torch.equal(quantized(Chain(layer, layer)).layers[1].up.weight.qdata, alone[0].weight.qdata)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,244 @@
+"""Record the inputs of a model's weights, and collect the statistics of them that GPTQ needs: X^T X and Z^T X."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
+
+from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.quantization.experts import arguments_of, inputs_of, tokens_of
+from nvfp4_tensor.quantization.weights import WeightRef
+from nvfp4_tensor.tensor.fake_quantize import fake_quantize
+
+Fed = tuple[WeightRef, int]
+"""A parameter and the index of its expert (0 for a linear): one matrix with an input of its own."""
+
+_CHUNK = 4096
+"""Rows converted to float32 at a time."""
+
+_GROUPED = {
+    getattr(module, name)
+    for module, name in ((torch, "_grouped_mm"), (nn.functional, "grouped_mm"))
+    if hasattr(module, name)
+}
+_MATMUL = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
+
+
+class Watch(TorchFunctionMode):
+    """Record the inputs by which dense weights are multiplied, while the mode is active.
+
+    Products are recognized by the storage of their weight: ``linear`` with the full weight or one expert's slice,
+    ``x @ weight.T``, and torch's grouped product over all experts. Inputs are copied, because the model may write to
+    them later.
+
+    Every expert of a transformers module gets all tokens of its layer, whatever the router chooses, so that each has
+    statistics; the outputs that flow on are the router's choice.
+
+    Attributes:
+        routed: int64 (E,), the tokens that the router sent to each expert, by experts' module.
+    """
+
+    def __init__(self, targets: Sequence[WeightRef]) -> None:
+        super().__init__()
+        self.routed: dict[nn.Module, Tensor] = {}
+        self._targets: dict[int, list[WeightRef]] = {}
+        self._hooked: dict[nn.Module, dict[str, WeightRef]] = {}
+        for target in targets:
+            if target.sees_all_tokens:
+                self._hooked.setdefault(target.module, {})[target.attribute] = target
+            else:
+                self._targets.setdefault(target.dense.untyped_storage().data_ptr(), []).append(target)
+        self._fed: dict[Fed, list[Tensor]] = {}
+        self._weights: dict[Fed, list[Tensor]] = {}
+        self._inputs: dict[tuple[Any, ...], Tensor] = {}
+        """The latest copy of the input at each (address, shape, strides), so that a shared input is stored once."""
+
+    def __enter__(self) -> Watch:
+        self._hooks = [
+            module.register_forward_pre_hook(self._record_experts, with_kwargs=True) for module in self._hooked
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = dict(zip(("input", "weight", "offs"), args, strict=False), **(kwargs or {}))
+        if func is nn.functional.linear:
+            self._record(named["input"], named["weight"])
+        elif func in _GROUPED:
+            x = named["self"] if "self" in named else named["input"]
+            self._record_grouped(x, named["mat2"] if "mat2" in named else named["weight"], named["offs"])
+        elif func in _MATMUL and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dim() == 2:
+            self._record(args[0], args[1].mT)
+        return func(*args, **(kwargs or {}))
+
+    def rows(self, fed: Fed) -> Tensor | None:
+        """Return the inputs of a weight, concatenated over its products (tokens, K); None if it was not used."""
+        every = self._fed.get(fed, ())
+        return torch.cat(tuple(every)) if len(every) > 1 else next(iter(every), None)
+
+    def weights(self, fed: Fed) -> Tensor | None:
+        """Return how much each row of :meth:`rows` counts, float32 (tokens,); None if all count alike."""
+        return torch.cat(self._weights[fed]) if fed in self._weights else None
+
+    def groups(self) -> list[list[Fed]]:
+        """Return the recorded weights in order of their first product, grouped by shared input."""
+        groups: dict[tuple[int, ...], list[Fed]] = {}
+        for fed, every in self._fed.items():
+            key = tuple(id(rows) for rows in (*every, *self._weights.get(fed, ())))
+            groups.setdefault(key, []).append(fed)
+        return list(groups.values())
+
+    def _record_experts(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        hidden, chosen = arguments_of(args, keywords)
+        targets = self._hooked[module]
+        count_tokens(self.routed, {module: tokens_of(next(iter(targets.values())).experts, hidden, chosen)})
+        for name, experts, x, weights in inputs_of(module, hidden, chosen):
+            for i, expert in enumerate(range(targets[name].experts)[experts] if name in targets else ()):
+                self._fed.setdefault((targets[name], expert), []).append(x)
+                if weights is not None:
+                    self._weights.setdefault((targets[name], expert), []).append(weights[:, i])
+
+    def _record(self, x: Tensor, weight: Tensor) -> None:
+        fed = self._find(weight)
+        if fed is not None and weight.stride() == fed[0].dense.stride()[-2:] and x.shape[-1] == weight.shape[-1]:
+            self._add(fed, x.detach())
+
+    def _record_grouped(self, x: Tensor, weight: Tensor, offs: Tensor) -> None:
+        if (fed := self._find(weight)) is None:
+            return
+        target, start = fed[0], 0
+        if weight.stride() != target.dense.mT.stride():
+            raise ValueError(f"{target.name} has shape (E, K, N): GPTQ supports only experts (E, N, K), blocks along K")
+        for expert, end in enumerate(offs.tolist()):
+            if end > start:
+                self._add((target, expert), x.detach()[start:end])
+            start = end
+
+    def _add(self, fed: Fed, x: Tensor) -> None:
+        key, rows = (x.data_ptr(), x.shape, x.stride()), x.reshape(-1, x.shape[-1])
+        if key not in self._inputs or not torch.equal(self._inputs[key], rows):
+            self._inputs[key] = rows.clone()
+        self._fed.setdefault(fed, []).append(self._inputs[key])
+
+    def _find(self, weight: Tensor) -> Fed | None:
+        if type(weight) not in (Tensor, nn.Parameter) or weight.device.type == "meta":
+            return None
+        for target in self._targets.get(weight.untyped_storage().data_ptr(), ()):
+            offset = weight.storage_offset() - target.dense.storage_offset()
+            if 0 <= offset < target.dense.numel():
+                return target, offset // target.dense.stride(0) if target.experts > 1 else 0
+        return None
+
+
+def count_tokens(total: dict[nn.Module, Tensor], more: dict[nn.Module, Tensor]) -> None:
+    """Add the tokens that the router sent to each expert, by experts' module."""
+    for module, tokens in more.items():
+        total[module] = total[module] + tokens if module in total else tokens
+
+
+class Statistics:
+    """The statistics of weights that share an input.
+
+    Attributes:
+        fed: the weights.
+        hessian: float32 (K, K), X^T X over all rows, K rounded up to a multiple of 16.
+        cross: float32 (K, K), Z^T X with Z the inputs in the dense model; None if Z is always X.
+    """
+
+    def __init__(self, fed: list[Fed], with_cross: bool) -> None:
+        self.fed = fed
+        width = ceil_to(fed[0][0].columns, BLOCK)
+        self.hessian = torch.zeros((width, width), dtype=torch.float32, device=fed[0][0].dense.device)
+        self.cross = self.hessian.clone() if with_cross else None
+
+    def add(self, x: Tensor, z: Tensor | None) -> None:
+        """Add the actual inputs x (rows, K), and the target inputs z, or None if they are x."""
+        square = product_of(x, x)
+        self.hessian += square
+        if self.cross is not None:
+            self.cross += square if z is None else product_of(z, x)
+
+
+def product_of(z: Tensor, x: Tensor) -> Tensor:
+    """Return Z^T X of z and x (rows, K), in float32, with K padded to a multiple of 16."""
+    columns = ceil_to(x.shape[1], BLOCK)
+    total = torch.zeros((columns, columns), dtype=torch.float32, device=x.device)
+    for start in range(0, len(x), _CHUNK):
+        left, right = (pad(t[start : start + _CHUNK].float(), (0, columns - t.shape[1])) for t in (z, x))
+        total.addmm_(left.mT, right)
+    return total
+
+
+@dataclasses.dataclass
+class Collected:
+    """The statistics of weights over batches; weights that share an input share their statistics.
+
+    Attributes:
+        targets: the weights.
+        activation: the spec by which products quantize their input (W4A4). Weights then compensate for that error.
+        dense_target_weight: interpolates the target inputs between the actual ones (0) and the dense model's (1).
+        of: the statistics of each weight.
+        routed: as in :class:`Watch`.
+    """
+
+    targets: Sequence[WeightRef]
+    activation: QuantizeSpec | None
+    dense_target_weight: float
+    of: dict[Fed, Statistics] = dataclasses.field(default_factory=dict)
+    routed: dict[nn.Module, Tensor] = dataclasses.field(default_factory=dict)
+
+    def add(self, watch: Watch, dense: Watch | None = None, rows: int | None = None) -> None:
+        """Add the inputs recorded for one batch.
+
+        ``dense`` has the inputs in the dense model. They are used for weights whose input has all ``rows``.
+        """
+        count_tokens(self.routed, watch.routed)
+        for group in watch.groups():
+            x = watch.rows(group[0])
+            assert x is not None
+            if group[0] not in self.of:
+                with_cross = self.activation is not None or self.dense_target_weight > 0
+                self.of.update(dict.fromkeys(group, Statistics(group, with_cross)))
+            z = None if dense is None or len(x) != rows else dense.rows(group[0])
+            self._add(self.of[group[0]], x, z, watch.weights(group[0]))
+
+    def _add(self, to: Statistics, x: Tensor, dense: Tensor | None, weights: Tensor | None) -> None:
+        """Add the inputs x, and the dense model's inputs of the same tokens if they are known, by their weights."""
+        z: Tensor | None = x if dense is None else torch.lerp(x.float(), dense.float(), self.dense_target_weight)
+        if self.activation is not None:
+            x = fake_quantize(x, self.activation)
+        elif dense is None:
+            z = None
+        if weights is not None:
+            root = weights.sqrt().unsqueeze(1)
+            x, z = x.float() * root, None if z is None else z.float() * root
+        to.add(x, z)
+
+    def statistics(self) -> list[Statistics]:
+        """Return the statistics, one per input, experts in order. They are zero for an expert that no batch reached."""
+        result: dict[int, Statistics] = {}
+        for target in self.targets:
+            every = [(target, expert) for expert in range(target.experts)]
+            if not any(fed in self.of for fed in every):
+                raise RuntimeError(
+                    f"no batch reached {target.name}, and the model is unchanged: exclude it with filter_fn, or give "
+                    "batches that use it"
+                )
+            for fed in every:
+                each = self.of[fed] if fed in self.of else Statistics([fed], False)
+                result[id(each)] = each
+        return list(result.values())

@@ -1,0 +1,96 @@
+"""The present call of torchao's quantize_, which passes a handler one module at a time, without the model.
+
+To check all modules before the first one changes, to find tied weights and to reach experts, a handler needs the model
+and the filter, which are read from the frame of ``quantize_``. ``quantize_model`` and ``calibrate`` need no frame.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torchao.core.config import AOBaseConfig
+from torchao.quantization import quantize_
+
+from nvfp4_tensor._compat.frames import caller_frame_locals, user_level
+
+Filter = Callable[[nn.Module, str], bool]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class _Call:
+    """A call of quantize_: its config, the modules still to come, the next one last, and what it was started with."""
+
+    config: AOBaseConfig
+    left: list[nn.Module]
+    started: Any
+
+
+_calls: weakref.WeakKeyDictionary[nn.Module, _Call] = weakref.WeakKeyDictionary()
+
+
+def once_per_call(module: nn.Module, config: AOBaseConfig, start: Callable[[nn.Module, list[nn.Module], bool], T]) -> T:
+    """Return what ``start`` returned at the first module of the current call of quantize_, before any has changed.
+
+    start: called with the model, the modules of the call in order, and whether these are all that the call has. If not,
+        there is only one: the handler was called alone (the module is the model), or by one of several configs.
+    """
+    model, filter_fn = current_call(module, config)
+    if filter_fn is None:
+        return start(model, [module], False)
+    call = _calls.pop(model, None)
+    if call is None or call.config is not config or module not in call.left:
+        chosen = list(selected(model, filter_fn))
+        warn_of_dense_attention(model, filter_fn)
+        call = _Call(config, chosen[::-1], start(model, chosen, True))
+    while call.left.pop() is not module:  # a module that has two paths, and that the filter no longer selects
+        pass
+    if call.left:
+        _calls[model] = call
+    return call.started  # type: ignore[no-any-return]
+
+
+def current_call(module: nn.Module, config: AOBaseConfig) -> tuple[nn.Module, Filter | None]:
+    """Return (model, filter_fn) of the current call of quantize_; no filter if only this module has the config."""
+    code = quantize_.__code__
+    arguments = caller_frame_locals(code.co_name, code.co_filename, depth=None) or {}
+    if not isinstance(arguments.get("model"), nn.Module):
+        return module, None
+    is_for_all = arguments.get("config") is config  # and not one of several configs, chosen by module names
+    return arguments["model"], arguments["filter_fn"] if is_for_all else None
+
+
+def selected(module: nn.Module, filter_fn: Filter, name: str = "") -> Iterator[nn.Module]:
+    """Yield the modules that quantize_ passes to a handler, in order. It does not descend into selected modules."""
+    if filter_fn(module, name):
+        yield module
+        return
+    for child_name, child in module.named_children():
+        yield from selected(child, filter_fn, f"{name}.{child_name}" if name else child_name)
+
+
+def warn_of_dense_attention(model: nn.Module, filter_fn: Filter) -> None:
+    """Warn of nn.MultiheadAttention that stays dense, if the filter would select an nn.Linear in place of out_proj.
+
+    Its forward passes the weights to one function and calls no linear; torchao's default filter excludes out_proj.
+    """
+    dense: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        last, path = module.out_proj, f"{name}.out_proj".lstrip(".")
+        plain = nn.Linear(last.in_features, last.out_features, device="meta")
+        if type(last.weight.data) is Tensor and filter_fn(plain, path) and not filter_fn(last, path):
+            dense.append(name or type(model).__name__)
+    if dense:
+        warnings.warn(
+            f"left dense, because nn.MultiheadAttention calls no nn.Linear: all weights of {', '.join(dense)}. To "
+            "quantize them, write attention with one nn.Linear per projection; a filter_fn that excludes their names "
+            "silences this warning",
+            stacklevel=user_level(),
+        )
