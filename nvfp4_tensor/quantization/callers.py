@@ -15,18 +15,18 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 _asked: defaultdict[str, weakref.WeakSet[nn.Module]] = defaultdict(weakref.WeakSet)
 
 
-def _is_first(what: str, model: Any) -> bool:
-    """Return whether something is asked of a model for the first time; it is remembered."""
-    if not isinstance(model, nn.Module) or model in _asked[what]:
-        return False
-    _asked[what].add(model)
-    return True
+def _asked_first(function: str, file: str, name: str = "self") -> nn.Module | None:
+    """Return the model, an argument of a caller, the first time that this function is called with it."""
+    model = (caller_frame_locals(function, file) or {}).get(name)
+    if not isinstance(model, nn.Module) or model in _asked[function]:
+        return None
+    _asked[function].add(model)
+    return model
 
 
 def warn_of_merge() -> None:
     """Warn if peft merges adapters into NVFP4 weights to remove them again later: once for each model."""
-    frame = caller_frame_locals("merge_adapter", "peft/tuners/tuners_utils.py")
-    if frame is not None and _is_first("merge", frame.get("self")):
+    if _asked_first("merge_adapter", "peft/tuners/tuners_utils.py") is not None:
         warnings.warn(
             "merge_adapter rounds the sums to NVFP4, and unmerge_adapter rounds again: it does not bring the weights "
             "back. Keep the adapters apart, or merge for good by nvfp4_tensor.training.merge_lora",
@@ -39,11 +39,8 @@ def warn_of_trainer() -> None:
 
     A model with adapters has other frozen parameters, and so has one whose user chose what to train.
     """
-    frame = caller_frame_locals("training_step", "transformers/trainer.py")
-    model = None if frame is None else frame.get("model")
-    if not isinstance(model, nn.Module) or not _is_first("train", model):
-        return
-    parameters = list(model.parameters())
+    model = _asked_first("training_step", "transformers/trainer.py", "model")
+    parameters = [] if model is None else list(model.parameters())
     frozen = [p for p in parameters if not p.requires_grad]
     if frozen and all(isinstance(p, NVFP4Tensor) for p in frozen):
         share = sum(p.numel() for p in frozen) / sum(p.numel() for p in parameters)
@@ -59,8 +56,7 @@ def warn_of_dense_weight(weight: Any, new: Any) -> None:
     """Warn if load_state_dict(assign=True) replaces an NVFP4 weight by a dense one: once for each call's model."""
     if not isinstance(weight, NVFP4Tensor) or isinstance(new, NVFP4Tensor) or not isinstance(new, Tensor):
         return
-    frame = caller_frame_locals("load_state_dict", "torch/nn/modules/module.py")
-    if frame is not None and _is_first("assign", frame.get("self")):
+    if _asked_first("load_state_dict", "torch/nn/modules/module.py") is not None:
         warnings.warn(
             f"load_state_dict(assign=True) replaces NVFP4 weights by dense ones of {new.dtype}: leave assign out to "
             "quantize them, or quantize the model again afterwards",

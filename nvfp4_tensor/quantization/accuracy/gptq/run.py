@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import sys
@@ -23,7 +24,7 @@ from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.accuracy.gptq.inputs import Collected, Fed, Statistics, Watch
 from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, moved_to_inputs, round_weight
-from nvfp4_tensor.quantization.accuracy.gptq.stages import Call, call_model, in_eval_mode, layers_of, record
+from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, record
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
 from nvfp4_tensor.quantization.linear import quantizable
@@ -148,9 +149,8 @@ def gptq(
         batches = [tokenizer(text, return_tensors="pt") for text in texts]
         gptq(model, batches, filter_fn=lambda module, name: isinstance(module, nn.Linear) and name != "lm_head")
     """
-    config = (
-        config if isinstance(config, GPTQConfig) else GPTQConfig(**{} if config is None else {"base_config": config})
-    )
+    if not isinstance(config, GPTQConfig):
+        config = GPTQConfig() if config is None else GPTQConfig(base_config=config)
     batches = list(batches)
     if not batches:
         raise ValueError("GPTQ needs the inputs of weights: give at least one batch")
@@ -161,8 +161,8 @@ def gptq(
         to_dense(model)
         with in_eval_mode(model), tqdm(total=len(targets), desc="GPTQ", unit="weight", disable=not progress) as bar:
             run = _Run(config, _joined(model, targets), finished, bar.update)
-            rest = run.quantize_layers(model, chain, targets, batches) if chain else targets
-            run.quantize_rest(model, rest, batches)
+            rest = run.fit_layers(model, chain, targets, batches) if chain else targets
+            run.fit(REST, rest, [functools.partial(call_model, model, batch) for batch in batches])
         for module, tokens in run.routed.items():
             setattr(module, ROUTED, tokens.tolist())
     if progress and run.routed:
@@ -257,7 +257,7 @@ class _Run:
     routed: dict[nn.Module, Tensor] = dataclasses.field(default_factory=dict)
     """The tokens that the router sent to each expert, by experts' module."""
 
-    def quantize_layers(
+    def fit_layers(
         self,
         model: nn.Module,
         layers: Sequence[tuple[str, nn.Module]],
@@ -266,83 +266,69 @@ class _Run:
     ) -> list[WeightRef]:
         """Quantize the layers in sequence. Return the weights outside of them."""
         hidden, calls = record(model, layers, batches)
-        dense = list(hidden) if self.config.dense_target_weight else None  # hidden states of the dense model
+        dense = list(hidden) if self.config.dense_target_weight else []  # hidden states of the dense model
         left = list(targets)
         for i, (name, layer) in enumerate(layers):
             modules = set(layer.modules())
             own = [target for target in left if target.module in modules]
-            self._layer(name, layer, own, [batch[i] for batch in calls], hidden, dense)
             left = [target for target in left if target not in own]
+            of_layer, fed = [of_batch[i] for of_batch in calls], []
+            for batch, states in enumerate(dense):
+                with Watch(own) as watch:
+                    dense[batch] = of_layer[batch].run(layer, states)
+                fed.append(watch)
+            runs = [functools.partial(call.run, layer, states) for call, states in zip(of_layer, hidden, strict=True)]
+            rows = [states.shape[:-1].numel() for states in hidden]
+            self.fit(name, own, runs, fed, rows, sequential=self.config.sequential_within_layer)
+            hidden.clear()  # each is freed when its run is
+            while runs:
+                hidden.append(runs.pop(0)())
         return left
 
-    def quantize_rest(self, model: nn.Module, targets: Sequence[WeightRef], batches: Sequence[Any]) -> None:
-        """Quantize weights outside of layers, in one pass over the model."""
-        if not targets or self._load(REST, targets):
-            return
-        collected = self._collected(targets)
-        for batch in batches:
-            with Watch(targets) as watch:
-                call_model(model, batch)
-            collected.add(watch)
-        self._quantize(collected)
-        self._save(REST, targets)
-
-    def _layer(
+    def fit(
         self,
         name: str,
-        layer: nn.Module,
-        targets: list[WeightRef],
-        calls: Sequence[Call],
-        hidden: list[Tensor],
-        dense: list[Tensor] | None,
+        targets: Sequence[WeightRef],
+        runs: Sequence[Callable[[], object]],
+        dense: Sequence[Watch] = (),
+        rows: Sequence[int] = (),
+        *,
+        sequential: bool = False,
     ) -> None:
-        """Quantize a layer, and run the hidden states of each batch through it, those of the dense model before."""
-        fed: list[Watch] = []  # the inputs in the dense model, for each batch
-        for i, call in enumerate(calls if dense else ()):
-            with Watch(targets) as watch:
-                dense[i] = call.run(layer, dense[i])  # type: ignore[index]
-            fed.append(watch)
-        if not self._load(name, targets):
-            for group in self._groups(layer, calls, targets, hidden, fed):
-                collected = self._collected(group)
-                for i, (call, states) in enumerate(zip(calls, hidden, strict=True)):
-                    with Watch(group) as watch:
-                        call.run(layer, states)
-                    collected.add(watch, fed[i] if fed else None, rows=states.shape[:-1].numel())
-                self._quantize(collected)
-            self._save(name, targets)
-        for i, call in enumerate(calls):
-            hidden[i] = call.run(layer, hidden[i])
+        """Quantize weights by the inputs that they have in the runs, one run a batch, unless the folder has them.
 
-    def _collected(self, targets: Sequence[WeightRef]) -> Collected:
-        return Collected(targets, self.config.base_config.activation, self.config.dense_target_weight)
+        dense: their inputs in the dense model, which count for weights whose input has all ``rows`` of a batch.
+        sequential: run again for each input of the weights, with those before it quantized.
+        """
+        if not targets or (self.finished is not None and self.finished.load(name, targets, self.tick)):
+            return
+        for group in self._groups(targets, runs, dense) if sequential else [targets]:
+            collected = Collected(group, self.config.base_config.activation, self.config.dense_target_weight)
+            for i, run in enumerate(runs):
+                with Watch(group) as watch:
+                    run()
+                collected.add(watch, dense[i] if dense else None, rows[i] if rows else None)
+            self._quantize(collected)
+        if self.finished is not None:
+            self.finished.save(name, targets)
 
     def _groups(
-        self,
-        layer: nn.Module,
-        calls: Sequence[Call],
-        targets: Sequence[WeightRef],
-        hidden: Sequence[Tensor],
-        dense: Sequence[Watch],
+        self, targets: Sequence[WeightRef], runs: Sequence[Callable[[], object]], dense: Sequence[Watch]
     ) -> list[list[WeightRef]]:
-        """Return the weights per pass over the batches: those that share an input or a scale, or all of the layer."""
-        if not self.config.sequential_within_layer:
-            return [list(targets)] if targets else []
+        """Return the weights of each pass over the batches: those that share an input or a scale."""
         groups: list[list[WeightRef]] = []
         left = list(targets)
-        for i, (call, states) in enumerate(zip(calls, hidden, strict=True)):
-            if not left:
-                break
+        for i, run in enumerate(runs):
             if dense:
                 watch = dense[i]
-            else:
+            elif left:
                 with Watch(left) as watch:
-                    call.run(layer, states)
+                    run()
             for group in watch.groups():
                 reached = [other for target, _ in group for other in self.joined.get(target, [target])]
                 if new := [target for target in dict.fromkeys(reached) if target in left]:
-                    groups.append(new)
                     left = [target for target in left if target not in new]
+                    groups.append(new)
         return [*groups, left] if left else groups
 
     def _quantize(self, collected: Collected) -> None:
@@ -406,23 +392,8 @@ class _Run:
             raise ValueError(f"{target.name} has NaN or Inf: replace these values, or exclude it with filter_fn")
         return weight if each.cross is None else moved_to_inputs(weight, each.cross, each.hessian, factor)
 
-    def _load(self, name: str, targets: Sequence[WeightRef]) -> bool:
-        weights = None if self.finished is None else self.finished.load(name, targets)
-        if weights is None:
-            return False
-        for target in targets:
-            target.set(weights[target.name])
-            self.tick()
-        return True
-
-    def _save(self, name: str, targets: Sequence[WeightRef]) -> None:
-        if self.finished is not None:
-            self.finished.save(name, {target.name: getattr(target.module, target.attribute).data for target in targets})
-
 
 # --- the folder of finished layers ---
-
-_SETTINGS = "settings.json"
 
 
 class Finished:
@@ -442,13 +413,12 @@ class Finished:
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        weights = hashlib.blake2b(digest_size=16)
+        weights, inputs = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
         _digest([target.name for target in targets], weights)
         _digest(dict(model.named_parameters()), weights)  # including norms and embeddings: inputs depend on them
-        inputs = hashlib.blake2b(digest_size=16)
         _digest(batches, inputs)
         settings = {"config": str(config), "weights": weights.hexdigest(), "batches": inputs.hexdigest()}
-        path = self.folder / _SETTINGS
+        path = self.folder / "settings.json"
         if not path.exists():
             path.with_suffix(".part").write_text(json.dumps(settings, indent=1) + "\n")
             path.with_suffix(".part").replace(path)
@@ -459,24 +429,25 @@ class Finished:
                 "give another folder"
             )
 
-    def load(self, name: str, targets: Sequence[WeightRef]) -> dict[str, NVFP4Tensor] | None:
-        """Return the weights of layer ``name`` by parameter name, or None if it is not finished."""
-        path = self._path(name)
+    def load(self, name: str, targets: Sequence[WeightRef], tick: Callable[[], object]) -> bool:
+        """Set the weights of layer ``name``. Return whether it is finished."""
+        path = self.folder / f"{name}.pt"
         if not path.exists():
-            return None
-        weights = torch.load(path, weights_only=True, map_location=targets[0].dense.device if targets else None)
+            return False
+        weights = torch.load(path, weights_only=True, map_location=targets[0].dense.device)
         if set(weights) != {target.name for target in targets}:
             raise ValueError(f"{path} does not have the weights of {name}: delete it to quantize the layer again")
-        return weights
+        for target in targets:
+            target.set(weights[target.name])
+            tick()
+        return True
 
-    def save(self, name: str, weights: dict[str, NVFP4Tensor]) -> None:
+    def save(self, name: str, targets: Sequence[WeightRef]) -> None:
         """Write the weights of a layer atomically."""
-        path = self._path(name)
+        path = self.folder / f"{name}.pt"
+        weights = {target.name: getattr(target.module, target.attribute).data for target in targets}
         torch.save(weights, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.pt"
 
 
 def _digest(value: Any, into: Any) -> None:

@@ -78,22 +78,8 @@ def record(
     Raises:
         ValueError: the layers do not form a chain in which the input of each is the output of the previous one.
     """
-    hidden: list[Tensor] = []
-    calls: list[list[Call]] = []
-    for batch in batches:
-        recorder = _Recorder(layers)
-        try:
-            recorder.watch()
-            call_model(model, batch)
-        except _Recorded:
-            pass
-        finally:
-            recorder.stop()
-        recorder.check()
-        assert recorder.first is not None
-        hidden.append(recorder.first)
-        calls.append(recorder.calls)
-    return hidden, calls
+    recorders = [_Recorder(layers, model, batch) for batch in batches]
+    return [each.hidden for each in recorders], [each.calls for each in recorders]
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -106,30 +92,33 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 class _Recorder:
-    """Replace the layers' forward: each layer returns its input hidden states, in the output format of the first."""
+    """Call the model with each layer's forward replaced: it returns its input, in the output format of the first.
 
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+    Attributes:
+        hidden: the hidden states before the first layer.
+        calls: the calls of the layers.
+    """
+
+    hidden: Tensor
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]], model: nn.Module, batch: Any) -> None:
         self.layers = layers
-        self.first: Tensor | None = None
-        self.latest: Tensor | None = None
         self.calls: list[Call] = []
-        self.replaced: list[tuple[nn.Module, Any]] = []
-
-    def watch(self) -> None:
-        for i, (_, layer) in enumerate(self.layers):
-            self.replaced.append((layer, layer.__dict__.get("forward")))  # set by accelerate's hooks, for instance
-            layer.forward = self._forward(i, layer.forward)  # type: ignore[method-assign]
-
-    def stop(self) -> None:
-        for layer, forward in self.replaced:
-            del layer.forward
-            if forward is not None:
-                layer.forward = forward
-
-    def check(self) -> None:
-        if len(self.calls) != len(self.layers):
+        own = [(layer, layer.__dict__.get("forward")) for _, layer in layers]  # set by accelerate's hooks, for instance
+        try:
+            for i, (layer, _) in enumerate(own):
+                layer.forward = self._forward(i, layer.forward)  # type: ignore[method-assign]
+            call_model(model, batch)
+        except _Recorded:
+            pass
+        finally:
+            for layer, forward in own:
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward  # type: ignore[method-assign]
+        if len(self.calls) != len(layers):
             raise ValueError(
-                f"a batch reached {len(self.calls)} of the {len(self.layers)} layers from {self.layers[0][0]} on: "
+                f"a batch reached {len(self.calls)} of the {len(layers)} layers from {layers[0][0]} on: "
                 "give layers=[] to treat the model as one layer"
             )
 
@@ -143,7 +132,7 @@ class _Recorder:
                 )
             self.calls.append(call)
             if target == 0:
-                self.first = hidden.clone()  # the layer may write to it
+                self.hidden = hidden.clone()  # the layer may write to it
                 self.form = forward(*arguments, **keywords)
             if target == len(self.layers) - 1:
                 raise _Recorded
