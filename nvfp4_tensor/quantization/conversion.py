@@ -20,7 +20,7 @@ from nvfp4_tensor.quantization.callers import warn_of_merge
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.experts import names_of_experts, stop_training
-from nvfp4_tensor.quantization.linear import quantizable, set_weight
+from nvfp4_tensor.quantization.linear import quantizable, set_weight, shared_parameters
 from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, check_observable, check_observed
 from nvfp4_tensor.quantization.quantize_call import once_per_call
 from nvfp4_tensor.quantization.shards import refuse_shards
@@ -178,21 +178,16 @@ class Conversion:
 
     def _find_ties(self, model: nn.Module) -> None:
         """Find the linears that share a weight, and warn of those that something else shares, which stay dense."""
-        holders: dict[int, list[tuple[str, nn.Module, str]]] = {id(linear.weight): [] for linear in self.linears}
-        for path, module in model.named_modules():
-            for name, parameter in module._parameters.items():
-                if id(parameter) in holders:
-                    holders[id(parameter)].append((path, module, name))
         self.tied: dict[nn.Module, list[nn.Module]] = {}
         self.left_dense: set[nn.Module] = set()
         named: list[str] = []
-        for shared in holders.values():
-            modules = [module for _, module, _ in shared]
-            if all(module in self.linears and name == "weight" for _, module, name in shared):
+        for holders in shared_parameters(model).values():
+            modules = [module for _, module, name in holders if module in self.linears and name == "weight"]
+            if len(modules) == len(holders):
                 self.tied |= dict.fromkeys(modules, modules)
-            else:
-                self.left_dense |= {module for module in modules if module in self.linears}
-                named.append(" = ".join(f"{path}.{name}".lstrip(".") for path, _, name in shared))
+            elif modules:
+                self.left_dense |= set(modules)
+                named.append(" = ".join(f"{path}.{name}".lstrip(".") for path, _, name in holders))
         if named:
             warnings.warn(
                 f"left dense, because something that is not quantized shares these weights: {', '.join(named)}. To "

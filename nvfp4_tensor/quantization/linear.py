@@ -90,3 +90,13 @@ def quantizable(module: nn.Module) -> nn.Linear:
             "float16 or float32 can be quantized, so cast the model first"
         )
     return module
+
+
+def shared_parameters(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:
+    """Return the (path, module, attribute) of all modules that share a parameter, by the parameter's id."""
+    holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append((path, module, name))
+    return {key: each for key, each in holders.items() if len(each) > 1}

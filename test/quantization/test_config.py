@@ -51,33 +51,40 @@ def test_specs_from_arguments():
     assert config.weight == config.activation == QuantizeSpec(round_mode="stochastic")
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: NVFP4Config(weight_spec=HADAMARD), "same hadamard_sign"),
-        (lambda: NVFP4WeightOnlyConfig(weight_spec=HADAMARD), "needs the same one of the activation"),
-        (lambda: NVFP4Config(round_mode="nearest"), "'rne'"),
-        (lambda: NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(), random_bits=8), "random_bits would have no effect"),
-        (lambda: NVFP4Config(weight_spec=QuantizeSpec(), block_rows=16), "block_rows would have no effect"),
-        (
-            lambda: NVFP4Config(activation_spec=QuantizeSpec(), activation_round_mode="zero"),
-            "activation_round_mode would have no effect",
-        ),
-        (lambda: NVFP4WeightOnlyConfig(activations="int8"), "unknown activations 'int8': .* one of 'fp8'"),
-        (lambda: NVFP4Config(activations="fp8"), "use NVFP4WeightOnlyConfig\\(activations='fp8'\\)"),
-        (lambda: NVFP4Config(product_backend="fp8"), "is for NVFP4WeightOnlyConfig\\(activations='fp8'\\)"),
-        (lambda: NVFP4Config(step="PREPARE"), "step must be None, 'prepare' or 'convert', got 'PREPARE'"),
-        (lambda: NVFP4Config(step="prepare_for_loading"), "step must be None, 'prepare' or 'convert'"),
-        *(
-            (lambda given=given: NVFP4Config(percentile=given), f"percentile must be a number from 50 to 100.*{given}")
-            for given in (0, 49.9, 100.1, "'99'", float("nan"), True)
-        ),
-        (lambda: NVFP4Config(step="prepare", row_scaled=True), "step would have no effect: with row_scaled"),
-        (lambda: NVFP4Config(row_scaled=True, percentile=99), "percentile would have no effect"),
-        (lambda: NVFP4Config(step="prepare", percentile=99), "percentile would have no effect"),
-        (lambda: quantize_(model(), NVFP4Config(percentile=99)), 'percentile would have no effect.*step="convert"'),
-    ],
-)
+WEIGHTS = NVFP4WeightOnlyConfig
+UNFIT = [
+    (lambda: NVFP4Config(weight_spec=HADAMARD), "same hadamard_sign"),
+    (lambda: WEIGHTS(weight_spec=HADAMARD), "needs the same one of the activation"),
+    (lambda: NVFP4Config(round_mode="nearest"), "'rne'"),
+    (lambda: WEIGHTS(weight_spec=QuantizeSpec(), random_bits=8), "random_bits would have no effect"),
+    (lambda: NVFP4Config(weight_spec=QuantizeSpec(), block_rows=16), "block_rows would have no effect"),
+    (lambda: NVFP4Config(activation_spec=QuantizeSpec(), activation_round_mode="zero"), "round_mode would have no eff"),
+    (lambda: WEIGHTS(activations="int8"), "unknown activations 'int8': .* one of 'fp8'"),
+    (lambda: NVFP4Config(activations="fp8"), r"use NVFP4WeightOnlyConfig\(activations='fp8'\)"),
+    (lambda: NVFP4Config(product_backend="fp8"), r"is for NVFP4WeightOnlyConfig\(activations='fp8'\)"),
+    (lambda: NVFP4Config(step="PREPARE"), "step must be None, 'prepare' or 'convert', got 'PREPARE'"),
+    (lambda: NVFP4Config(step="prepare_for_loading"), "step must be None, 'prepare' or 'convert'"),
+    *(
+        (lambda given=given: NVFP4Config(percentile=given), f"percentile must be a number from 50 to 100.*{given}")
+        for given in (0, 49.9, 100.1, "'99'", float("nan"), True)
+    ),
+    (lambda: NVFP4Config(step="prepare", row_scaled=True), "step would have no effect: with row_scaled"),
+    (lambda: NVFP4Config(row_scaled=True, percentile=99), "percentile would have no effect"),
+    (lambda: NVFP4Config(step="prepare", percentile=99), "percentile would have no effect"),
+    (lambda: quantize_(model(), NVFP4Config(percentile=99)), 'percentile would have no effect.*step="convert"'),
+    (lambda: WEIGHTS(weighted=True), "weighted only affects a scale search"),
+    (lambda: WEIGHTS(step="prepare"), "step would have no effect"),
+    (
+        lambda: quantize_(model(), WEIGHTS(scale_search="mse", weighted=True)),
+        'pass the config to calibrate, or.*step="p',
+    ),
+    (lambda: NVFP4Config(percentile=99, headroom=True), "both choose the amax"),
+    (lambda: NVFP4Config(headroom=True, step="prepare"), "headroom would have no effect"),
+    (lambda: quantize_(model(), NVFP4Config(headroom=True)), "headroom would have no effect"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), UNFIT)
 def test_arguments_that_do_not_fit(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -23,6 +23,7 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.accuracy.gptq.inputs import product_of
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization.linear import shared_parameters
 from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 
@@ -121,7 +122,7 @@ class _Readers(TorchFunctionMode):
     @contextmanager
     def watching(cls, model: nn.Module) -> Iterator[_Readers]:
         self = cls(model)
-        shared = _shared_parameters(model)
+        shared = shared_parameters(model)
         norms = [m for m in model.modules() if _is_norm(m) and id(m.weight) not in shared]
         hooks = [norm.register_forward_hook(self._on_norm) for norm in norms]
         hooks.append(model.register_forward_hook(self._on_model))
@@ -182,12 +183,6 @@ def _width(norm: nn.Module) -> int:
     weight = norm.weight
     assert isinstance(weight, nn.Parameter)
     return weight.numel()
-
-
-def _shared_parameters(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that several modules share, so that changing one would affect the others."""
-    seen: list[int] = [id(p) for module in model.modules() for p in module._parameters.values() if p is not None]
-    return {each for each in seen if seen.count(each) > 1} if len(seen) != len(set(seen)) else set()
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, moved_to_in
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, record
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
-from nvfp4_tensor.quantization.linear import quantizable
+from nvfp4_tensor.quantization.linear import quantizable, shared_parameters
 from nvfp4_tensor.quantization.names import group_of
 from nvfp4_tensor.quantization.observed_experts import ROUTED, routed_tokens, summary_of
 from nvfp4_tensor.quantization.quantize_call import Filter
@@ -211,8 +210,8 @@ def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
             f"nothing to quantize in {type(model).__name__}: it has no linear and no experts"
             + (" that filter_fn selects" if filter_fn else "")
         )
-    holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    shared = [target.name for target in targets if holders[id(target.dense)] > 1]
+    holders = shared_parameters(model)
+    shared = [target.name for target in targets if id(target.dense) in holders]
     if shared:
         warnings.warn(
             f"left dense, because several modules share the weight: {', '.join(shared)}", stacklevel=user_level()

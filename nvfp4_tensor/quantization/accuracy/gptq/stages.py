@@ -100,6 +100,7 @@ class _Recorder:
     """
 
     hidden: Tensor
+    latest: Tensor
 
     def __init__(self, layers: Sequence[tuple[str, nn.Module]], model: nn.Module, batch: Any) -> None:
         self.layers = layers
