@@ -13,8 +13,8 @@ from nvfp4_tensor.sharding.layout import LinearSharding, compare_token_counts, l
 from nvfp4_tensor.sharding.sequence import GatheredShape, gather_if_sharded, gather_operands, gather_shape_only
 from nvfp4_tensor.tensor.arguments import resolve_rng_state
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.training.linear.function import apply_autocast, flatten_tokens
 from nvfp4_tensor.training.linear.operands import quantize_operand
+from nvfp4_tensor.training.linear.plan import apply_autocast, flatten_tokens
 
 
 class NVFP4ParallelLinear(NVFP4Linear):

@@ -12,9 +12,9 @@ wgrad       ``dy_t`` (dy^T)      ``x_t`` (x^T)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.numerics.choices import Choice, RoundingMode, ScaleRounding, ScaleSearch
@@ -32,19 +32,6 @@ class WeightForDx(Choice):
     """The forward's codes, decoded. Supports all blocks. The product is bfloat16 on all devices."""
     DENSE = 2
     """The unquantized weight."""
-
-
-class PackedSpecs(NamedTuple):
-    """What the ops of a training linear read of a recipe: :meth:`QuantizeSpec.pack` of each operand, or -1 for None."""
-
-    x: int
-    w: int
-    dy: int
-    dy_t: int
-    x_t: int
-    has_ops: bool
-    """Whether ``quantize_pair_values``, ``train_linear`` and ``train_linear_backward`` compute all of a linear: each
-    operand is codes with one per-tensor scale."""
 
 
 @pin
@@ -85,8 +72,11 @@ class Recipe:
     """Whether quantization in the forward uses random bits; computed once, because each call reads it."""
     is_stochastic_backward: ClassVar[bool]
     """Whether quantization in the backward uses random bits."""
-    packed: ClassVar[PackedSpecs]
-    """The specs for the ops; packed once."""
+    packed: ClassVar[tuple[int, ...]]
+    """The recipe as integers, which an op's schema supports: :meth:`QuantizeSpec.pack` of x, w, dy, dy_t and x_t, or -1
+    for a dense operand; and ``w_for_dx``, a packed spec or ``-2 - value`` of the enum. The name is left out."""
+    is_coded: ClassVar[bool]
+    """Whether all products read codes with one per-tensor scale, and dgrad those that the forward made of w."""
     is_dense: ClassVar[bool]
     """Whether all operands are dense."""
     for_any_blocks: ClassVar[Recipe]
@@ -110,17 +100,23 @@ class Recipe:
         set_field = object.__setattr__  # the dataclass is frozen
         set_field(self, "is_stochastic_forward", any_stochastic(self.x, self.w, self.x_t))
         set_field(self, "is_stochastic_backward", any_stochastic(self.dy, self.dy_t, self._spec_for_dx))
-        set_field(self, "packed", self._pack())
-        dense = all(getattr(self, name) is None for name in OPERANDS)
-        set_field(self, "is_dense", dense and self.w_for_dx == WeightForDx.DENSE)
+        specs = [getattr(self, name) for name in OPERANDS]
+        w = self.w_for_dx
+        for_dx = w.pack() if isinstance(w, QuantizeSpec) else -2 - int(w)
+        set_field(self, "packed", (*(-1 if spec is None else spec.pack() for spec in specs), for_dx))
+        one_scale = not any(spec is None or spec.row_scaled for spec in specs)
+        set_field(self, "is_coded", one_scale and self.dgrad_reads_codes)
+        set_field(self, "is_dense", not any(specs) and self.w_for_dx == WeightForDx.DENSE)
         reads_tiles = self.w_for_dx == WeightForDx.CODES
         set_field(self, "for_any_blocks", self.replace(w_for_dx=WeightForDx.EXACT) if reads_tiles else self)
 
-    def _pack(self) -> PackedSpecs:
-        specs = [getattr(self, name) for name in OPERANDS]
-        one_scale = not any(spec is None or spec.row_scaled for spec in specs)
-        x, w, dy, dy_t, x_t = [-1 if spec is None else spec.pack() for spec in specs]
-        return PackedSpecs(x, w, dy, dy_t, x_t, has_ops=one_scale and self.dgrad_reads_codes)
+    @classmethod
+    def unpack(cls, packed: Sequence[int], **fields: Any) -> Recipe:
+        """Return the recipe that :attr:`packed` encodes, with further fields."""
+        *specs, for_dx = packed
+        operands: list[Any] = [None if bits == -1 else QuantizeSpec.unpack(bits) for bits in specs]
+        w_for_dx = WeightForDx(-2 - for_dx) if for_dx < -1 else QuantizeSpec.unpack(for_dx)
+        return cls(w_for_dx=w_for_dx, **dict(zip(OPERANDS, operands, strict=True)), **fields)
 
     def _check_weight_for_dx(self) -> None:
         if self.w_for_dx in (WeightForDx.CODES, WeightForDx.EXACT) and self.w is None:

@@ -9,7 +9,7 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts, training
 from nvfp4_tensor.tensor.tiles import tiled
-from nvfp4_tensor.training.linear import function, fused
+from nvfp4_tensor.training.linear import plan
 
 TILES = QuantizeSpec(block_rows=16)
 ROWS, COLUMNS, STATE = 48, 64, torch.tensor([1, 2])
@@ -117,8 +117,7 @@ PAIRS += [(writer, reader) for reader in list(READERS)[1:] for writer in ("quant
 
 @pytest.mark.parametrize(("writer", "reader"), PAIRS)
 def test_reading_tiles_that_are_none_changes_nothing(writer, reader, monkeypatch):
-    for module in (function, fused):
-        monkeypatch.setattr(module, "reads_transposed", lambda device: True)
+    monkeypatch.setattr(plan, "reads_transposed", lambda device: True)
     t = WRITERS[writer]()
     assert t.spec == TILES
     before = t.dequantize().clone()

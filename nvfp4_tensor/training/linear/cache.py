@@ -154,13 +154,3 @@ def _forget(ref: weakref.ref) -> None:
 
 def _input_key(x: Tensor, key: tuple) -> tuple:
     return x._version, x.data_ptr(), x.shape, x.stride(), _optimizer_steps, _is_capturing(x), *key
-
-
-def is_shareable(x: Tensor) -> bool:
-    """Whether an autograd graph has computed x, and so relies on it not changing until its backward.
-
-    A leaf is not shareable: its owner may write to it undetected, as an environment fills its one buffer.
-    """
-    if is_tracing() or x.is_meta or type(x) is not Tensor:
-        return False
-    return torch.is_grad_enabled() and x.grad_fn is not None

@@ -10,25 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.training.linear.function import (
-    InputShard,
-    Needs,
-    Operands,
-    any_requires_grad,
-    apply_autocast,
-    call_rng_state,
-    check_operands,
-    fprop,
-    gradients,
-    input_operands,
-    linear,
-    needed_gradients,
-    tensors_to_save,
-    weight_operand,
-)
-from nvfp4_tensor.training.linear.fused import raise_on_double_backward
-from nvfp4_tensor.training.recipe import OPERANDS, Recipe, WeightForDx, resolve
+from nvfp4_tensor.training.linear.function import Products, any_requires_grad, call_rng_state, run
+from nvfp4_tensor.training.linear.plan import Call, LinearPlan, Saved
+from nvfp4_tensor.training.recipe import Recipe, resolve
 
 
 def grouped_linear(
@@ -68,20 +52,20 @@ def grouped_linear(
     >>> y = grouped_linear(torch.randn(10, 64), w, torch.tensor([3, 3, 8, 10], dtype=torch.int32))
     """
     recipe = resolve(recipe)
-    x = apply_autocast(x)
     _check(x, weight, offs)
-    needs = needed_gradients(x, weight, None)
-    rng_state = call_rng_state(recipe, any_requires_grad(x, weight, None), x, rng_state)
-    if torch.compiler.is_compiling():
-        return _Opaque.apply(x, weight, offs, rng_state, recipe, first_expert, needs)
+    kind = _GroupedPlan if torch.compiler.is_compiling() else LinearPlan
+    plan, trains = kind.of_call(recipe, x, weight, name="grouped_linear"), any_requires_grad(x, weight)
+    x = x.to(plan.dtype)
+    state = call_rng_state(plan, trains, rng_state)
+    if isinstance(plan, _GroupedPlan):
+        plan.first_expert = first_expert
+        return Products.apply(x, weight, None, Call(plan, state, offs=offs))
     *groups, remainder = x.split(_sizes(x, offs))
     # unbind stacks one gradient for all experts; weight[e] would allocate a gradient of the full size for each.
     # The first expert is used even without rows, so that there always is a gradient.
     pairs = zip(groups, weight.unbind(), strict=True)
     used = [(e, rows, w) for e, (rows, w) in enumerate(pairs) if len(rows) or e == 0]
-    outputs = [
-        linear(rows, w, None, recipe, rng_state=_expert_rng_state(rng_state, first_expert + e)) for e, rows, w in used
-    ]
+    outputs = [run(plan, rows, w, None, _expert_rng_state(state, first_expert + e), trains) for e, rows, w in used]
     return torch.cat([*outputs, outputs[0].new_zeros((len(remainder), weight.shape[1]))])
 
 
@@ -97,7 +81,6 @@ def _expert_rng_state(rng_state: Tensor | None, expert: int) -> Tensor | None:
 def _check(x: Tensor, weight: Tensor, offs: Tensor) -> None:
     if x.dim() != 2 or weight.dim() != 3 or len(weight) == 0 or x.shape[1] != weight.shape[2]:
         raise ValueError(f"grouped_linear takes (M, K) and (E, N, K), got {tuple(x.shape)} and {tuple(weight.shape)}")
-    check_operands(x, weight, "grouped_linear")
     if offs.dtype != torch.int32 or offs.shape != weight.shape[:1]:
         raise ValueError(f"offs is int32 ({len(weight)},), the end of each group, not {offs.dtype} {tuple(offs.shape)}")
 
@@ -113,32 +96,21 @@ def _sizes(x: Tensor, offs: Tensor) -> list[int]:
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 
-class _Opaque(torch.autograd.Function):
+class _GroupedPlan(LinearPlan):
     """All groups as one op, with one op as its derivative, because graphs do not support data-dependent group sizes."""
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        offs: Tensor,
-        rng_state: Tensor | None,
-        recipe: Recipe,
-        first_expert: int,
-        needs: Needs,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, offs, rng_state)
-        ctx.recipe, ctx.first_expert, ctx.needs = recipe, first_expert, needs
-        return torch.ops.nvfp4.train_grouped(x, weight, offs, rng_state, _packed(recipe), first_expert)
+    first_expert: int
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        raise_on_double_backward()
-        needs = ctx.needs
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Saved]:
+        state, offs = call.rng_state, call.offs
+        y = torch.ops.nvfp4.train_grouped(x, weight, offs, state, self.recipe.packed, self.first_expert)
+        return y, (x, weight, offs, state)
+
+    def backward(self, dy: Tensor, *saved: Any) -> tuple[Tensor | None, Tensor | None]:
         dx, dw = torch.ops.nvfp4.train_grouped_backward(
-            dy, *ctx.saved_tensors, _packed(ctx.recipe), ctx.first_expert, needs.dx, needs.dw
+            dy, *saved, self.recipe.packed, self.first_expert, self.needs_dx, self.needs_dw
         )
-        return dx if needs.dx else None, dw if needs.dw else None, *[None] * 5
+        return dx if self.needs_dx else None, dw if self.needs_dw else None
 
 
 _ARGUMENTS = "Tensor x, Tensor weight, Tensor offs, Tensor? rng_state, int[] recipe, int first_expert"
@@ -148,11 +120,9 @@ _ARGUMENTS = "Tensor x, Tensor weight, Tensor offs, Tensor? rng_state, int[] rec
 def _train_grouped(
     x: Tensor, weight: Tensor, offs: Tensor, rng_state: Tensor | None, recipe: list[int], first_expert: int
 ) -> Tensor:
-    y = x.new_zeros((len(x), weight.shape[1]))
-    unpacked = _unpacked(*recipe)
+    y, plan = x.new_zeros((len(x), weight.shape[1])), LinearPlan(_unpacked(*recipe), x, weight, (False, False))
     for x_MK, w_NK, state, y_MN in _groups(x, weight, offs, rng_state, first_expert, y):
-        x_operand, _ = input_operands(InputShard(x_MK), unpacked, Needs(False, False, False), state)
-        y_MN.copy_(fprop(x_MK, w_NK, None, Operands(x_operand, None, weight_operand(w_NK, unpacked, state))))
+        y_MN.copy_(plan.forward(x_MK, w_NK, None, Call(plan, state, plan.quantize_input(x_MK, state)))[0])
     return y
 
 
@@ -178,14 +148,11 @@ def _train_grouped_backward(
     needs_dw: bool,
 ) -> tuple[Tensor, Tensor]:
     dx, dw = x.new_zeros(x.shape if needs_dx else 0), weight.new_zeros(weight.shape if needs_dw else 0)
-    unpacked, needs, dtypes = _unpacked(*recipe), Needs(needs_dx, needs_dw, False), (x.dtype, weight.dtype)
+    plan = LinearPlan(_unpacked(*recipe), x, weight, (needs_dx, needs_dw))
     outputs = (dx if needs_dx else x, dw if needs_dw else weight)
     for x_MK, w_NK, state, dy_MN, *out in _groups(x, weight, offs, rng_state, first_expert, dy, *outputs):
-        operands = Operands(
-            *input_operands(InputShard(x_MK), unpacked, needs, state), weight_operand(w_NK, unpacked, state)
-        )
-        saved = tensors_to_save(x_MK, w_NK, unpacked, operands, needs)
-        found = gradients(dy_MN, saved, unpacked, needs, state, w_NK.shape, dtypes)
+        _, x_t = plan.quantize_input(x_MK, state)
+        found = plan.backward(dy_MN, *plan.to_save(state, x_MK, x_t, w_NK, None))
         for target, gradient in zip(out, found, strict=True):
             if gradient is not None:
                 target.copy_(gradient)
@@ -214,20 +181,6 @@ def _groups(
         begin += size
 
 
-def _packed(recipe: Recipe) -> list[int]:
-    """Encode a recipe as integers, which an op's schema supports.
-
-    One packed spec per operand, -1 for a dense operand, and ``w_for_dx``: a packed spec, or ``-2 - value`` of the enum.
-    """
-    w_for_dx = recipe.w_for_dx
-    packed = w_for_dx.pack() if isinstance(w_for_dx, QuantizeSpec) else -2 - w_for_dx
-    return [*recipe.packed[: len(OPERANDS)], packed]
-
-
 @functools.cache
 def _unpacked(*packed: int) -> Recipe:
-    *specs, for_dx = packed
-    operands: dict[str, Any] = {
-        name: None if bits == -1 else QuantizeSpec.unpack(bits) for name, bits in zip(OPERANDS, specs, strict=True)
-    }
-    return Recipe(w_for_dx=WeightForDx(-2 - for_dx) if for_dx < -1 else QuantizeSpec.unpack(for_dx), **operands)
+    return Recipe.unpack(packed, keep_w=False)  # the backward quantizes the weight again

@@ -8,7 +8,7 @@ result                                     op
 =========================================  =================================================================
 codes                                      ``quantize``
 codes with one scale per row               ``quantize_rows``
-values                                     ``quantize_activation``; ``fake_quantize`` with the amax of all ranks
+values                                     ``quantize_activation``; of a shard, its decoded codes
 codes of x and of x^T                      ``quantize_pair``
 values of x, and codes or values of x^T    ``quantize_pair_values``
 =========================================  =================================================================
@@ -30,7 +30,7 @@ from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.codes import Codes, Decoded
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops.composite.quantization import own_amax, own_amax_pair
+from nvfp4_tensor.ops.composite.quantization import own_amax
 from nvfp4_tensor.sharding.layout import UNSHARDED, MatrixSharding, agree_on_amax, all_reduce_amax
 
 Quantized: TypeAlias = "Codes | Decoded"
@@ -57,12 +57,13 @@ def quantize_operand(
     """
     sharding.check(x, spec, name)
     tiles = sharding.tiles(x, spec)
-    amaxes: Sequence[Tensor | None]
-    if spec.row_scaled:
-        op, amaxes = torch.ops.nvfp4.quantize_rows, _row_amaxes(x, spec, sharding, [len(tile.x) for tile in tiles])
-    else:
-        op = torch.ops.nvfp4.quantize
-        amaxes = [_amax(x, spec, rng_state, sharding) if amax is None else amax] * len(tiles)
+    op = torch.ops.nvfp4.quantize_rows if spec.row_scaled else torch.ops.nvfp4.quantize
+    amaxes: Sequence[Tensor | None] = [amax] * len(tiles)
+    if sharding.is_sharded and spec.row_scaled:
+        amaxes = _row_amaxes(x, spec, sharding, [len(tile.x) for tile in tiles])
+    elif sharding.is_sharded and amax is None:
+        own = [own_amax(tile.x, spec, rng_state, tile.col0) for tile in tiles]
+        amaxes = [agree_on_amax(torch.stack(own).amax().view(1), x, sharding)[0]] * len(tiles)
     codes = [
         Codes(*op(tile.x, tile_amax, rng_state, spec.pack(), *tile.origin, stream))
         for tile, tile_amax in zip(tiles, amaxes, strict=True)
@@ -74,42 +75,15 @@ def decode_operand(
     x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, stream: int, sharding: MatrixSharding = UNSHARDED
 ) -> Decoded:
     """Return the values of :func:`quantize_operand`, for a spec with one per-tensor scale."""
-    if stream and spec.is_stochastic:  # the ops that store no codes have stream 0
+    if sharding.is_sharded or (stream and spec.is_stochastic):  # the op has stream 0, and no offsets
         codes = quantize_operand(x, spec, rng_state, stream, sharding)
         columns = x.shape[-1] if spec.rotation is None else codes.columns
         return Decoded(decode_values(codes, columns)[0], codes.per_tensor_scale)
-    if not sharding.is_sharded:
-        return Decoded(*torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16))
-    amax = _amax(x, spec, rng_state, sharding)
-    values = [
-        Decoded(
-            *torch.ops.nvfp4.fake_quantize(tile.x, amax, rng_state, spec.pack(), torch.bfloat16, False, *tile.origin)
-        )
-        for tile in sharding.tiles(x, spec)
-    ]
-    return _join(values, sharding.split_dim)
+    return Decoded(*torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16))
 
 
-def _amax(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, sharding: MatrixSharding) -> Tensor:
-    """Return the amax of x over all ranks."""
-    amax = _local_amax(x, spec, rng_state, sharding)
-    return agree_on_amax(amax.view(1), x, sharding)[0] if sharding.is_sharded else amax
-
-
-def _local_amax(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, sharding: MatrixSharding) -> Tensor:
-    """Return the amax of this rank's x, after the spec's transform."""
-    if not (spec.is_eden and sharding.is_sharded):
-        return own_amax(x, spec, rng_state)
-    # EDEN's rotation depends on the column offset.
-    return torch.stack([own_amax(tile.x, spec, rng_state, tile.col0) for tile in sharding.tiles(x, spec)]).amax()
-
-
-def _row_amaxes(
-    x: Tensor, spec: QuantizeSpec, sharding: MatrixSharding, tile_rows: list[int]
-) -> Sequence[Tensor | None]:
+def _row_amaxes(x: Tensor, spec: QuantizeSpec, sharding: MatrixSharding, tile_rows: list[int]) -> Sequence[Tensor]:
     """Return the amaxes of the rows of each tile, over the ranks that share these rows."""
-    if not sharding.is_sharded:
-        return [None]  # the op computes them
     amax = all_reduce_amax(reference.row_amax(x, spec.hadamard_sign), (sharding.columns,))
     return amax.split(tile_rows) if sharding.split_dim == 0 and len(tile_rows) > 1 else [amax] * len(tile_rows)
 
@@ -170,42 +144,28 @@ def _quantize_pair(
     codes_t: bool,
     codes: bool,
 ) -> tuple[Quantized, Quantized]:
-    amax, amax_t = _amax_pair(x, spec, spec_t, rng_state, sharding) if sharding.is_sharded else (None, None)
-    packed, (stream, stream_t) = (spec.pack(), spec_t.pack()), streams
+    packed, (stream, stream_t), tiles = (spec.pack(), spec_t.pack()), streams, sharding.tiles(x, spec, spec_t)
+    amax = amax_t = None
+    if sharding.is_sharded:
+        own = [torch.ops.nvfp4.amax_pair_by_spec(t.x, rng_state, *packed, t.row0, t.col0) for t in tiles]
+        largest = torch.stack([torch.stack(each).amax() for each in zip(*own, strict=True)])
+        amax, amax_t = agree_on_amax(largest, x, sharding).unbind()  # both in one all-reduce
     x_tiles: list[Quantized] = []
     t_tiles: list[Quantized] = []
-    for tile in sharding.tiles(x, spec, spec_t):
-        offsets = tile.row0, tile.col0, tile.full_rows, tile.full_width
+    for tile in tiles:
+        arguments = tile.x, amax, amax_t, rng_state, *packed
+        offsets = tile.row0, tile.col0, tile.full_rows, tile.full_width, stream_t, stream
         if codes:
-            pair = torch.ops.nvfp4.quantize_pair.default(
-                tile.x, amax, amax_t, rng_state, *packed, *offsets, stream_t, stream
-            )
+            pair = torch.ops.nvfp4.quantize_pair.default(*arguments, *offsets)
             x_tiles.append(Codes(*pair[:3]))
             t_tiles.append(Codes(*pair[3:]))
             continue
         values, factor, t, scale_t, factor_t = torch.ops.nvfp4.quantize_pair_values.default(
-            tile.x, amax, amax_t, rng_state, *packed, codes_t, *offsets, stream_t, stream
+            *arguments, codes_t, *offsets
         )
         x_tiles.append(Decoded(values, factor))
         t_tiles.append(Codes(t, scale_t, factor_t) if codes_t else Decoded(t, factor_t))
     return _join(x_tiles, sharding.split_dim), _join(t_tiles, sharding.t.split_dim)
-
-
-def _amax_pair(
-    x: Tensor, spec: QuantizeSpec, spec_t: QuantizeSpec, rng_state: Tensor | None, sharding: MatrixSharding
-) -> tuple[Tensor, Tensor]:
-    """Return the amaxes of a sharded x and of x^T over all ranks, each after its spec's transform."""
-    if spec.is_eden or spec_t.is_eden:  # tile by tile: the rotation depends on the offset
-        packed = spec.pack(), spec_t.pack()
-        tiles = [
-            torch.ops.nvfp4.amax_pair_by_spec(tile.x, rng_state, *packed, tile.row0, tile.col0)
-            for tile in sharding.tiles(x, spec, spec_t)
-        ]
-        own = tuple(torch.stack(each).amax() for each in zip(*tiles, strict=True))
-    else:
-        own = own_amax_pair(x, spec, spec_t, rng_state)
-    amax, amax_t = agree_on_amax(torch.stack(own), x, sharding).unbind()  # both in one all-reduce
-    return amax, amax_t
 
 
 # --- operands already quantized --------------------------------------------------------------------------------------
@@ -224,12 +184,6 @@ def _join(tiles: Sequence[Any], dim: int | None) -> Any:
         per_tensor_scale = torch.cat([tile.per_tensor_scale for tile in tiles])
     scale = layout.swizzle(torch.cat(scales, dim)).view(torch.float8_e4m3fn)
     return Codes(torch.cat([tile.qdata for tile in tiles], dim), scale, per_tensor_scale)
-
-
-def transpose(w: Codes) -> Codes:
-    """Transpose w (R, C), which has 16x16 blocks, by moving its codes: w^T (C, R), with R padded to 16."""
-    qdata, scale = torch.ops.nvfp4.transpose_codes(w.qdata, w.scale)
-    return Codes(qdata, scale, w.per_tensor_scale)
 
 
 def rotate_back(

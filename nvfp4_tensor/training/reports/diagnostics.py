@@ -21,10 +21,11 @@ from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.ops.composite.training import DY_T_STREAM, X_T_STREAM
 from nvfp4_tensor.training.config import training_linears
-from nvfp4_tensor.training.linear.function import DY_T_STREAM, X_T_STREAM, apply_autocast
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.linear.operands import quantize_operand
+from nvfp4_tensor.training.linear.plan import apply_autocast
 from nvfp4_tensor.training.recipe import transform_of
 
 SIGNAL_LIMIT = math.sqrt(3)

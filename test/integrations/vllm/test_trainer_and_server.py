@@ -9,7 +9,7 @@ from helpers.tiny_models import tiny_model
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4WeightOnlyConfig, checkpoints, training
-from nvfp4_tensor.training.linear.function import weight_operand
+from nvfp4_tensor.training.linear.operands import quantize_operand
 
 pytest.importorskip("vllm", reason="pip install '.[serve-test]' in an environment of its own")
 
@@ -80,7 +80,7 @@ def operands_of(model, recipe):
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, training.NVFP4TrainingLinear):
-            codes = weight_operand(module.weight, module.active_recipe, None)
+            codes = quantize_operand(module.weight.detach(), module.active_recipe.w)
             fields = *codes, module.in_features, torch.float32, QuantizeSpec()
             found[name] = NVFP4Tensor(*fields)
     assert len(found) == 28

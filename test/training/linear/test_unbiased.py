@@ -13,7 +13,7 @@ from helpers.reference_operands import quantized
 from nvfp4_tensor import QuantizeSpec, training
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.training import RECIPES, Recipe
-from nvfp4_tensor.training.linear import function
+from nvfp4_tensor.training.linear import plan
 
 pytestmark = pytest.mark.slow
 
@@ -106,14 +106,14 @@ def test_all_operands_stochastic_multiply_to_the_exact_expectation():
         assert standard_errors(torch.stack(of_all).double(), mean).max() < Z
 
 
-@pytest.mark.parametrize("stream, is_unbiased", [(function.X_STREAM, True), (function.DY_STREAM, False)])
+@pytest.mark.parametrize("stream, is_unbiased", [(plan.X_STREAM, True), (plan.DY_STREAM, False)])
 def test_a_gradient_that_depends_on_y_keeps_its_mean(monkeypatch, stream, is_unbiased):
     """dy depends on what x was rounded to, so bits of x that also round dy bias dx.
 
     The mean square of 4,096 z is 1 with a standard error of 0.022 (0.09 if 16 of them at a time were equal, and then 2
     is 11 of these), and about 50 where x and dy share a stream.
     """
-    monkeypatch.setattr(function, "X_STREAM", stream)
+    monkeypatch.setattr(plan, "X_STREAM", stream)
     up = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
     recipe, draws, w = Recipe(x=up, dy=up), 512, torch.eye(64)
     torch.manual_seed(0)
