@@ -22,8 +22,8 @@ from nvfp4_tensor.training.linear.function import run
 from nvfp4_tensor.training.linear.plan import LinearPlan
 from nvfp4_tensor.training.recipe import Recipe
 
-_GATHERED_ATTRIBUTES = "weight", "_writes_before"
-"""The instance attributes that exist while the gathered codes of the weight are in use (FSDP2)."""
+_NOT_SAVED = "_weight_codes", "_plans", "weight", "_writes_before"
+"""Instance attributes of which a copy has none. The last two exist while FSDP2's gathered codes are in use."""
 
 
 @functools.partial(pin, loadable=False)
@@ -54,8 +54,8 @@ class NVFP4TrainingLinear(nn.Linear):
     """Whether a step has called this module several times."""
     _weight_codes: WeightCodes | None = None
     """The cache of the weight's codes within :func:`training.reuse_weight_codes`."""
-    _plan: LinearPlan | None = None
-    """The plan of the latest call, which the next call uses if it is like that one."""
+    _plans: tuple[LinearPlan, ...] = ()
+    """Of the latest calls, for calls like them: two, because a reentrant checkpoint and evaluation alternate."""
     _writes_before: int
     """The number of writes to the shard when its codes were gathered."""
 
@@ -77,8 +77,7 @@ class NVFP4TrainingLinear(nn.Linear):
         for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign"):
             delattr(self, name)
         del self.rounding_state
-        self.__dict__.pop("_plan", None)
-        for name in ("sharding", "_weight_codes", "calls", "_calls_repeat", *_GATHERED_ATTRIBUTES):
+        for name in ("sharding", "calls", "_calls_repeat", *_NOT_SAVED):
             self.__dict__.pop(name, None)
         release(self)
         self.__class__ = nn.Linear  # type: ignore[assignment]
@@ -95,28 +94,30 @@ class NVFP4TrainingLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if is_nested(input):
             return over_nested(self.forward, input)
-        recipe, sharding, plan = self.active_recipe, self.sharding, None
-        if not torch.compiler.is_compiling():
+        recipe, sharding, plans = self.active_recipe, self.sharding, self._plans
+        if torch.compiler.is_compiling():
+            plans = ()
+        else:
             check_not_traced()
             self._check_gathered()
-            plan = self._plan
         weight, bias = self._own_parameters(sharding)
         if isinstance(weight, NVFP4Tensor) and "weight" not in self.__dict__:  # not gathered, which the recipe's w made
             recipe = recipe.for_any_blocks
-        if plan is None or not plan.fits(recipe, input, weight, sharding):
+        for plan in plans:
+            if plan.fits(recipe, input, weight, sharding):
+                break
+        else:
             if recipe.is_dense:
                 return nn.functional.linear(gather_if_sharded(input, sharding), weight, bias)
             plan = LinearPlan.of_call(recipe, input, weight, sharding, self)
             if not plan.passing:
-                self._plan = plan
+                self._plans = plan, *plans[:1]
         # The first run of a reentrant checkpoint has no gradients and must sample as the second does.
         trains = self.training or plan.needs(bias)
         state = self._call_state() if trains else self.rounding_state
-        codes = (
-            None
-            if self._weight_codes is None and plan.weight_type is not NVFP4Tensor
-            else self._known_codes(plan, weight)
-        )
+        codes = None
+        if self._weight_codes is not None or plan.weight_type is NVFP4Tensor:
+            codes = self._known_codes(plan, weight)
         return run(plan, input, weight, bias, state, trains, self, codes)
 
     def _own_parameters(self, sharding: LinearSharding) -> tuple[Tensor, Tensor | None]:
@@ -192,8 +193,7 @@ class NVFP4TrainingLinear(nn.Linear):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        not_saved = ("_weight_codes", "_plan", *_GATHERED_ATTRIBUTES)
-        return {name: value for name, value in self.__dict__.items() if name not in not_saved}
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_SAVED}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.active_recipe.name}"
