@@ -131,14 +131,7 @@ def test_weights_as_they_are_now(write):
             with torch.set_grad_enabled(mode != "no_grad"):
                 linear(x)
                 write(linear, torch.randn(32, 32))
-                y, fresh = linear(x), linear_of(linear.weight)(x)
-                assert torch.equal(y, fresh), mode
-            if mode != "no_grad" and write is not parametrized:
-                gradients = []
-                for each in (linear, linear_of(linear.weight)):
-                    torch.manual_seed(3)
-                    gradients += torch.autograd.grad(each(x).square().sum(), [each.weight])
-                assert torch.equal(*gradients), mode
+                assert torch.equal(linear(x), linear_of(linear.weight)(x)), mode
 
 
 @pytest.mark.parametrize("write", SEEN.values(), ids=SEEN)
@@ -150,31 +143,6 @@ def test_reuse_weight_codes_detects_some_writes(write):
             linear(x)
             write(linear, torch.randn(32, 32))
             assert torch.equal(linear(x), linear_of(linear.weight)(x))
-
-
-def test_an_average_of_weights_swaps_in_and_out():
-    torch.manual_seed(0)
-    model = nn.Sequential(linear_of(), nn.ReLU(), linear_of())
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-    x = torch.randn(16, 32)
-    for step in range(4):
-        for p in model.parameters():
-            p.data.add_(torch.randn_like(p))
-        average.update_parameters(model)
-        for now in (average.module, model):
-            expected = nn.Sequential(linear_of(now[0].weight), nn.ReLU(), linear_of(now[2].weight))(x)
-            assert torch.equal(now(x), expected), step
-        for p, q in zip(model.parameters(), average.module.parameters(), strict=True):
-            p.data, q.data = q.data, p.data
-
-
-def test_functional_call_with_temporary_weights():
-    torch.manual_seed(0)
-    linear, x = linear_of(), torch.randn(16, 32)
-    for _ in range(5):
-        w = torch.randn(32, 32)
-        assert torch.equal(torch.func.functional_call(linear, {"weight": w}, (x,)), linear_of(w)(x))
-        del w
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def check_step(x, w, bias, dy, recipe):
     check_operands(products.found, expected, recipe, len(w), rng_state)
 
 
-SHAPES = [(40, 48, 64), (37, 70, 50), (256, 128, 144)]
+SHAPES = [(40, 48, 64), (37, 70, 50), (300, 256, 400)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
@@ -144,16 +144,6 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 def test_a_step_has_the_references_operands_and_products(recipe, which, device):
     i = ALL.index(recipe) + which  # each recipe with each dtype and with each shape, not with each pair
     check_step(*case(*SHAPES[which], DTYPES[i % 3], bias=i % 2 == 0, device=device), recipe)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name.replace(" ", "_"))
-@pytest.mark.parametrize("shape", [(520, 384, 256), (300, 256, 400)], ids=str)
-def test_one_op_has_the_bits_of_an_op_for_each_step_on_a_gpu(recipe, shape):
-    arguments = case(*shape, device="cuda")
-    got = results(*arguments, recipe)
-    with ProductOperands():
-        assert all(map(torch.equal, got, results(*arguments, recipe)))
 
 
 SIZE = st.integers(1, 70)

@@ -56,23 +56,11 @@ def standard_errors(drawn, mean):
 
 @pytest.mark.parametrize("which", [0, 1], ids=["dx", "dw"])
 def test_unbiased_gradients_have_the_exact_expectation(which):
-    drawn, mean = gradients(RECIPES["unbiased"])
-    assert standard_errors(drawn[which], mean[which]).max() < Z
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["dx", "dw"])
-def test_what_clips_is_caught(which):
     """NVIDIA's scales clip the largest element of about half the blocks: a bias that the same check finds."""
-    drawn, mean = gradients(RECIPES["nvidia"])
-    assert standard_errors(drawn[which], mean[which]).max() > Z
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["dx", "dw"])
-def test_a_planted_bias_is_caught(which):
-    """The mean off by 0.3 of a standard deviation of one draw: 9.6 standard errors."""
-    drawn, mean = gradients(RECIPES["unbiased"])
-    planted = drawn[which] + 0.3 * drawn[which].std(dim=0)
-    assert (standard_errors(planted, mean[which]) > Z).double().mean() > 0.9
+    of_unbiased, of_nvidia = (
+        standard_errors(*(t[which] for t in gradients(RECIPES[r]))) for r in ("unbiased", "nvidia")
+    )
+    assert of_unbiased.max() < Z < of_nvidia.max()
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["dx", "dw"])
