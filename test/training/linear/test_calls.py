@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import QuantizeSpec, training
+from nvfp4_tensor.sharding.layout import LinearSharding, ShardedDim, TokenSharding
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig
 from nvfp4_tensor.training.linear.cache import WeightCodes
 from nvfp4_tensor.training.linear.operands import quantize_operand
@@ -83,12 +84,18 @@ def random_input(choice, columns, dtype):
     columns += 16 * (choice.random() < 0.1)
     if choice.random() < 0.2:
         dtype = choice.choice([torch.float64, torch.float16, torch.float32, torch.bfloat16])
-    rows = choice.choice([(17,), (17,), (choice.randint(0, 9),), (2, choice.randint(0, 3)), ()])
+    rows = choice.choice(
+        [(17,), (17,), (choice.randint(0, 9),), (2, choice.randint(0, 3)), (choice.randint(1, 2), 96), ()]
+    )
     x = torch.randn(*rows, 2 * columns).to(dtype)
     x = x[..., ::2] if choice.random() < 0.2 else x[..., :columns].contiguous()
     if choice.random() < 0.1 and x.numel():
         x.view(-1)[0] = torch.nan
     return x
+
+
+CHUNKED = [LinearSharding((TokenSharding(ShardedDim(), 1, chunks),)) for chunks in ((1, 0), (0, 2, 1))]
+"""Of one rank, which has the chunks of each sequence in another order."""
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -105,6 +112,8 @@ def test_random_calls(seed):
                 linear.weight.add_(0.01)
         if choice.random() < 0.1:
             training.set_recipe(linear, choice.choice(CODED))
+        if choice.random() < 0.1:
+            linear.sharding = choice.choice(CHUNKED)
         linear.weight.requires_grad_(choice.random() < 0.9)
         x = random_input(choice, columns, dtype)
         assert_as_fresh(linear, x, choice.choice(modes), choice.random() < 0.25, 100 * seed + call)
