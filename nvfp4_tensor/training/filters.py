@@ -84,7 +84,7 @@ def _matches(name: str, pattern: str) -> bool:
 def keep_last_blocks_dense(model: nn.Module, share: float) -> Filter:
     """Select all linears except those in the last ``ceil(share * blocks)`` blocks of a decoder.
 
-    The blocks are the entries of the model's largest ModuleList.
+    The blocks are the entries of the ModuleList whose linears have the most parameters.
 
     Raises:
         ValueError: if share is not from 0 to 1, or the model has no ModuleList with linears inside.
@@ -93,24 +93,17 @@ def keep_last_blocks_dense(model: nn.Module, share: float) -> Filter:
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share is a fraction of the blocks, from 0 to 1, got {share!r}")
-    name, blocks = find_blocks(model)
-    last = math.ceil(share * len(blocks) - 1e-9)
-    return keep_dense(*(f"{name}.{i}" if name else str(i) for i in range(len(blocks) - last, len(blocks))))
-
-
-def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name and the ModuleList with the most parameters of linears; among equal ones, the outermost."""
     sizes = {
         name: sum(linear.weight.numel() for linear in module.modules() if is_linear(linear))
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
     }
-    largest = max(sizes, key=lambda name: sizes[name], default=None)
-    if largest is None or sizes[largest] == 0:
+    name = max(sizes, key=lambda name: sizes[name], default="")  # of equal ones, the outermost
+    if not sizes.get(name):
         raise ValueError(
             f"{type(model).__name__} has no ModuleList of blocks with linears inside: use keep_dense with the names of "
             "linears instead"
         )
-    blocks = model.get_submodule(largest)
-    assert isinstance(blocks, nn.ModuleList)
-    return largest, blocks
+    blocks = len(model.get_submodule(name))  # type: ignore[arg-type]
+    last = math.ceil(share * blocks - 1e-9)
+    return keep_dense(*(f"{name}.{i}" if name else str(i) for i in range(blocks - last, blocks)))

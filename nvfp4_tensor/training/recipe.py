@@ -152,7 +152,7 @@ class Recipe:
             if transform_of(a) != transform_of(b):
                 raise ValueError(
                     f"{names} of recipe {self.name!r} need the same transform, which only cancels in pairs: "
-                    f"got {_transform_name(a)} and {_transform_name(b)}"
+                    f"got {transform_of(a)} and {transform_of(b)}"
                 )
 
     def replace(self, **changes: Any) -> Recipe:
@@ -211,16 +211,11 @@ def any_stochastic(*specs: QuantizeSpec | None) -> bool:
     return any(spec is not None and spec.is_stochastic for spec in specs)
 
 
-def transform_of(spec: QuantizeSpec | None) -> object:
-    """Return an object that identifies a spec's transform: equal transforms cancel in a product. None for none."""
-    if spec is None:
+def transform_of(spec: QuantizeSpec | None) -> str | None:
+    """Return the name of a spec's transform: equal transforms cancel in a product. None for none."""
+    if spec is None or (spec.hadamard_sign is None and not spec.is_eden):
         return None
-    return "EDEN" if spec.is_eden else spec.hadamard_sign
-
-
-def _transform_name(spec: QuantizeSpec | None) -> str:
-    transform = transform_of(spec)
-    return f"{transform:#06x}" if isinstance(transform, int) else str(transform)
+    return "EDEN" if spec.is_eden else f"{spec.hadamard_sign:#06x}"
 
 
 # --- named recipes ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from torch import nn
 
@@ -44,20 +45,13 @@ class Summary:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
         ]
         recipes = sorted({row.recipe for row in self.rows})
-        weights = {r: sum(_size(row) for row in self.rows if row.recipe == r) for r in recipes}
+        weights = {r: sum(math.prod(row.shape) for row in self.rows if row.recipe == r) for r in recipes}
         total = sum(weights.values())
         counts = [
             f"{sum(row.recipe == r for row in self.rows)} {r} ({weights[r] / max(total, 1):.1%} of the weights)"
             for r in recipes
         ]
         return "\n".join([*lines, *counts])
-
-
-def _size(row: Row) -> int:
-    size = 1
-    for n in row.shape:
-        size *= n
-    return size
 
 
 def summary(model: nn.Module) -> Summary:
