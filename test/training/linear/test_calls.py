@@ -18,12 +18,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import QuantizeSpec, training
+from nvfp4_tensor import QuantizeSpec, quantize, training
 from nvfp4_tensor.sharding.layout import LinearSharding, ShardedDim, TokenSharding
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig
 from nvfp4_tensor.training.linear.cache import WeightCodes
 from nvfp4_tensor.training.linear.operands import quantize_operand
 
+DTYPES = [torch.float32, torch.bfloat16]
 CODED = ["nvidia", "nvidia_4over6", "unbiased", "accurate", "accurate_eden"]
 
 
@@ -38,7 +39,7 @@ def bytes_of(t):
     return None if t is None else t.detach().contiguous().flatten().view(torch.uint8)
 
 
-def outcome(linear, x, mode="", autocast=False, seed=1):
+def outcome(linear, x, mode="", autocast=None, seed=1):
     """The bytes of y, of all gradients and of the generator's state after a call; or the error."""
     torch.manual_seed(seed)
     x = x.detach().requires_grad_(mode != "no gradient of x")
@@ -51,7 +52,7 @@ def outcome(linear, x, mode="", autocast=False, seed=1):
     }
     quiet = torch.no_grad() if mode == "no_grad" else contextlib.nullcontext()
     try:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), quiet:
+        with torch.autocast("cpu", autocast, enabled=autocast is not None), quiet:
             y = calls.get(mode, lambda: linear(given))()
         wanted = [p for p in (x, *linear.parameters()) if p.requires_grad] if y.requires_grad else []
         results = torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True) if wanted else ()
@@ -101,7 +102,7 @@ CHUNKED = [LinearSharding((TokenSharding(ShardedDim(), 1, chunks),)) for chunks 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_calls(seed):
     choice = random.Random(seed)
-    columns, dtype = choice.choice([16, 48, 64]), choice.choice([torch.float32, torch.bfloat16])
+    columns, dtype = choice.choice([16, 48, 64]), choice.choice(DTYPES)
     torch.manual_seed(seed)
     linear = nn.Linear(columns, choice.choice([1, 16, 32]), bias=choice.random() < 0.5, dtype=dtype)
     quantize_(linear, NVFP4TrainingConfig(choice.choice(CODED)))
@@ -114,9 +115,12 @@ def test_random_calls(seed):
             training.set_recipe(linear, choice.choice(CODED))
         if choice.random() < 0.1:
             linear.sharding = choice.choice(CHUNKED)
+        if choice.random() < 0.1:
+            linear.to(choice.choice(DTYPES))
         linear.weight.requires_grad_(choice.random() < 0.9)
-        x = random_input(choice, columns, dtype)
-        assert_as_fresh(linear, x, choice.choice(modes), choice.random() < 0.25, 100 * seed + call)
+        x = random_input(choice, columns, choice.choice([linear.weight.dtype] * 3 + DTYPES))
+        autocast = choice.choice([torch.bfloat16, torch.float16]) if choice.random() < 0.25 else None
+        assert_as_fresh(linear, x, choice.choice(modes), autocast, 100 * seed + call)
 
 
 def swapped_dtype(linear):
@@ -137,6 +141,14 @@ def fake(linear):
         linear(mode.from_tensor(torch.randn(4, 48)))
 
 
+def stored(linear):
+    """A weight of codes, after a call of the dense one that trains as little."""
+    training.set_recipe(linear, "accurate")
+    linear.weight.requires_grad_(False)
+    linear(torch.randn(5, 48, requires_grad=True))
+    linear.weight = nn.Parameter(quantize(linear.weight.detach()), requires_grad=False)
+
+
 CHANGES = {
     "nothing": lambda linear: None,
     "recipe": lambda linear: training.set_recipe(linear, "accurate"),
@@ -144,6 +156,7 @@ CHANGES = {
     "dtype": lambda linear: linear.bfloat16(),
     "swapped dtype": swapped_dtype,
     "frozen weight": lambda linear: linear.weight.requires_grad_(False),
+    "frozen codes": stored,
     "frozen bias": lambda linear: linear.bias.requires_grad_(False),
     "rounding state": lambda linear: setattr(linear, "rounding_state", torch.tensor([3, 4])),
     "weight": lambda linear: setattr(linear, "weight", nn.Parameter(torch.ones(32, 48))),
@@ -209,7 +222,7 @@ def test_the_ops_of_linears_with_one_input():
 
 def test_a_recipe_without_random_bits_draws_none():
     linear, x = linear_of(without_random_bits()), torch.randn(5, 48)
-    outcomes = [outcome(linear, x, "", False, seed)[:-1] for seed in (1, 2)]
+    outcomes = [outcome(linear, x, "", None, seed)[:-1] for seed in (1, 2)]
     torch.manual_seed(1)
     assert equal(*outcomes) and torch.equal(outcome(linear, x)[-1], torch.get_rng_state())
 
@@ -235,7 +248,8 @@ def test_a_call_reads_a_parametrized_weight_once(mode):
     nn.utils.parametrize.register_parametrization(linear, "weight", drawn)
     outcome(linear, x)
     before = drawn.calls
-    assert_as_fresh(linear, x.bfloat16() if mode == "another dtype" else x, mode, mode == "another dtype")
+    other = mode == "another dtype"
+    assert_as_fresh(linear, x.bfloat16() if other else x, mode, torch.bfloat16 if other else None)
     assert drawn.calls == before + 1
 
 
@@ -363,8 +377,9 @@ def test_a_selective_checkpoint_finds_what_it_saved(saved, keep_w):
     for run in (block, lambda x: checkpoint(block, x, use_reentrant=False, context_fn=contexts)):
         torch.manual_seed(1)
         x = torch.randn(20, 48, requires_grad=True)
-        k(x)  # a neighbour outside has had the input
-        y = run(x)
+        h = x * 1
+        k(h)  # a neighbour outside has had the input
+        y = run(h)
         outcomes.append([y, *torch.autograd.grad(y.square().sum(), [x, *parameters])])
     assert equal(*outcomes)
 
@@ -386,6 +401,11 @@ def test_errors_of_a_call(called):
     with pytest.raises(RuntimeError, match=r"no second derivative"):
         x = x.requires_grad_()
         torch.autograd.grad(linear(x).sum(), x, create_graph=True)
+    with pytest.raises(TypeError, match=r"is torch.float32 and its weight torch.bfloat16: cast one of"):
+        linear.bfloat16()(x)
+    linear.weight = nn.Parameter(torch.ones(32, 64))
+    with pytest.raises(ValueError, match=r"takes an input \(\.\.\., 64\), got \(5, 48\)"):
+        linear(x)
     linear.weight = nn.Parameter(torch.empty(32, 48, device="meta"))
     with pytest.raises(RuntimeError, match="takes tensors on one device, got cpu and meta"):
         linear(x)
@@ -415,11 +435,11 @@ def test_transforms_of_torch_func_raise(transform, called):
 def test_a_tangent_is_not_dropped(called, trains):
     """Forward-mode derivatives are not supported: with nothing to train, the ops would return y without a tangent."""
     linear, x = linear_of(), torch.randn(5, 48)
-    if called:
-        outcome(linear, x)
     linear.requires_grad_(trains)
-    with forward_ad.dual_level():
-        for input in (x, x.clone().requires_grad_(trains)):
+    for input in (x, x.clone().requires_grad_(trains)):
+        if called:
+            linear(input)
+        with forward_ad.dual_level():
             with pytest.raises(RuntimeError, match=r"does not support transforms|implement the jvp function"):
                 linear(forward_ad.make_dual(input, torch.ones_like(x)))
-        assert torch.equal(linear(x), linear(x))  # without a tangent
+            assert torch.equal(linear(x), linear(x))  # without a tangent
