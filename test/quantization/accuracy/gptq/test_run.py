@@ -337,6 +337,21 @@ def test_layers_may_write_to_what_they_are_given(options):
     assert_same_codes(quantized(m, GPTQConfig(**options)), expected)
 
 
+def test_a_later_weight_of_a_layer_is_fitted_to_what_the_quantized_ones_give():
+    """With sequential_within_layer; by default to what the dense ones give."""
+    torch.manual_seed(3)
+    m = Chain(InPlace(), InPlace())
+
+    def fitted(model, name):
+        return quantized(model, filter_fn=lambda module, path: path == f"layers.0.{name}", layers=[])
+
+    dense, apart = fitted(m, "down"), fitted(fitted(m, "up"), "down")
+    for sequential, expected in ((True, apart), (False, dense)):
+        own = quantized(m, GPTQConfig(sequential_within_layer=sequential)).layers[0].down.weight
+        assert torch.equal(own.qdata, expected.layers[0].down.weight.qdata)
+    assert not torch.equal(apart.layers[0].down.weight.qdata, dense.layers[0].down.weight.qdata)
+
+
 BOTH = GPTQConfig(base_config=NVFP4Config(row_scaled=True), dense_target_weight=0.5)
 
 
