@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -202,10 +201,9 @@ def _sweep(
         return []
     elements = sum(_module(a, output.name).weight.numel() for output in outputs)
     groups = by_gain(outputs)
-    ends = [0, *itertools.accumulate(map(len, groups))]
     done, found = 0, [Point(0, sum(output.bits for output in outputs) / elements, quantized)]
     for point in range(1, points + 1):
-        count = ends[round(len(groups) * point / points)]
+        count = sum(map(len, groups[: round(len(groups) * point / points)]))
         for output in outputs[done:count]:
             parent, _, last = output.name.rpartition(".")
             setattr(b.get_submodule(parent), last, _module(a, output.name))
