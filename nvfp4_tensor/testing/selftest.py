@@ -243,7 +243,8 @@ def check_experts(name: str, device: str, activation: QuantizeSpec | None) -> Ch
         x = _normal(generator, ends[-1], k).to(device)
         y = torch._grouped_mm(x, w.mT, offs=torch.tensor(ends, dtype=torch.int32, device=device)).cpu()
         decoded = x if activation is None else quantize(x, activation).dequantize(torch.float32)
-        x64, w64, elements = decoded.cpu().double(), w.dequantize(torch.float32).cpu().double(), elements + y.numel()
+        x64, w64 = decoded.cpu().double(), w.dequantize(torch.float32).cpu().double()
         for expert, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+            elements += y[start:end].numel()
             differing += outside_bound(y[start:end], x64[start:end], w64[expert].t())
     return Check(name, "within the bound of a float32 sum", device, elements, differing)
