@@ -85,8 +85,10 @@ class ModelOpt(TableFormat):
     def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
         info, schemes = checkpoint.shards.info, {}
         for name, codes in info.items():
+            if codes.dtype != torch.uint8:
+                continue
             key = keys_of(name)["scale"]
-            if codes.dtype != torch.uint8 or (key not in info and not name.endswith("weight")):
+            if key not in info and not name.endswith("weight"):
                 continue
             checkpoint.expect(key, torch.float8_e4m3fn, None, name)
             shape = scale_shape = None

@@ -75,7 +75,7 @@ class Layout:
         module, _, attribute = name.rpartition(".")
         stem = name.removesuffix("weight") if attribute == "weight" else f"{name}_"
         fields = {"name": name, "module": module, "attribute": attribute, "stem": stem}
-        return {part: key.format(**fields) for part, key in self.keys.items()}
+        return {part: key.format_map(fields) for part, key in self.keys.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,19 +152,19 @@ class TableFormat(SafetensorsFormat):
 
     def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
         schemes = self.schemes(checkpoint)
-        parts = {key for name in schemes for key in self.layout.keys_of(name).values()}
+        keys = {name: self.layout.keys_of(name) for name in schemes}
+        parts = {key for each in keys.values() for key in each.values()}
         entries = {name: entry for name, entry in entries_of(checkpoint.shards).items() if name not in parts}
-        entries |= {name: self._entry(checkpoint, name, scheme) for name, scheme in schemes.items()}
+        entries |= {name: self._entry(checkpoint, keys[name], scheme) for name, scheme in schemes.items()}
         if self.is_static and (missing := without_input_scale(entries)):
             raise ValueError(
-                f"{checkpoint.path}: tensor {self.layout.keys_of(missing[0])['input_scale']} is missing: "
+                f"{checkpoint.path}: tensor {keys[missing[0]]['input_scale']} is missing: "
                 f"{some(missing)} have no input scale, but other weights do"
             )
         return entries
 
-    def _entry(self, checkpoint: FolderCheckpoint, name: str, scheme: Scheme) -> Entry:
-        layout, keys = self.layout, self.layout.keys_of(name)
-        owner, per_word = keys["qdata"], 2 * layout.codes.itemsize
+    def _entry(self, checkpoint: FolderCheckpoint, keys: Mapping[str, str], scheme: Scheme) -> Entry:
+        layout, owner, per_word = self.layout, keys["qdata"], 2 * self.layout.codes.itemsize
         codes = checkpoint.shards.info.get(owner)
         if codes is None or codes.dtype != layout.codes or not (scheme.shape or len(codes.shape) in layout.ranks):
             wanted = f"{str(layout.codes).removeprefix('torch.')} (N, K / {per_word})"
@@ -175,8 +175,8 @@ class TableFormat(SafetensorsFormat):
         if layout.swizzled is not None and scheme.swizzled:
             scale_shape = layout.swizzled(shape)
             if len(shape) == 3 and shape[1] % TILE_ROWS:
-                where = f"{codes.file}: tensor {owner}"
-                raise ValueError(f"{where}: expected experts with rows in multiples of {TILE_ROWS}, found {codes}")
+                wanted = f"experts with rows in multiples of {TILE_ROWS}"
+                raise ValueError(f"{codes.file}: tensor {owner}: expected {wanted}, found {codes}")
         checkpoint.expect(keys["scale"], layout.scale, scale_shape, owner)
         experts = shape[:1] if len(shape) == 3 else ()
         factor = self._number(checkpoint, keys, "per_tensor_scale", scheme.scaled, experts)
@@ -263,7 +263,7 @@ class TableFormat(SafetensorsFormat):
         for part, number in ("per_tensor_scale", factor), ("input_scale", static):
             if number is None or part not in keys:
                 continue
-            if not number.is_meta and not number.isfinite().all():
+            if layout.number is not Number.FACTOR and not number.is_meta and not number.isfinite().all():
                 raise ValueError(
                     f"{name}: its scale is too small or too large for {self.name}, because {keys[part]} would be "
                     "infinite"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,24 +21,15 @@ _SPLIT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_
 _SINKS = ".self_attn.sinks"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slice:
-    """Rows first, first + step, ... of an expert in a tensor of all experts."""
-
-    name: str
-    expert: int
-    first: int
-    step: int
-
-
 class SplitExperts(View):
     """A checkpoint of gpt-oss with a tensor per expert, named as Qwen3-MoE names them; sinks end in ``.weight``."""
 
     def __init__(self, source: Checkpoint) -> None:
         super().__init__(source)
         self.entries = {}
-        self._slices: dict[str, _Slice] = {}
-        self._last: tuple[str, LinearParts | Tensor | None] = ("", None)
+        self.stored = {f"{name}.weight": name for name in source.entries if name.endswith(_SINKS)}
+        self._slices: dict[str, tuple[str, int, slice]] = {}
+        self._last: tuple[str, Any] = ("", None)
         for name, entry in source.entries.items():
             found = _JOINED.fullmatch(name)
             if found is None:
@@ -53,49 +45,42 @@ class SplitExperts(View):
                 for first, module in enumerate(modules):
                     each = f"{found[1]}.{expert}.{module}.{kind}"
                     self.entries[each] = split
-                    self._slices[each] = _Slice(name, expert, first, len(modules))
+                    self._slices[each] = name, expert, slice(first, None, len(modules))
 
-    def _whole(self, name: str) -> LinearParts | Tensor:
+    def _whole(self, name: str) -> Any:
         """Read the tensor of all experts. The last one is kept, because each expert asks for it."""
         if self._last[0] != name:
-            entry = self.source.entries[name]
-            self._last = name, self.source.linear(name) if entry.quantized else self.source.dense(name)
-        value = self._last[1]
-        assert value is not None
-        return value
+            quantized = self.source.entries[name].quantized
+            self._last = name, self.source.linear(name) if quantized else self.source.dense(name)
+        return self._last[1]
 
     def linear(self, name: str) -> LinearParts:
-        found = self._slices.get(name)
-        if found is None:
-            return self.source.linear(name)
-        parts = self._whole(found.name)
-        assert isinstance(parts, LinearParts)
-        rows, factors = slice(found.first, None, found.step), parts.per_tensor_scale
-        if factors.dim() == 2:
-            factor = factors[found.expert, 0]
-        else:
-            of_rows = factors.expand(len(parts.qdata) * parts.qdata.shape[1]).view(len(parts.qdata), -1)
-            factor = of_rows[found.expert, rows][0]
-            if not (of_rows[found.expert, rows] == factor).all():
-                raise ValueError(f"{name}: its rows have different per-tensor scales, which GGUF does not support")
+        if name not in self._slices:
+            return super().linear(name)
+        joined, expert, rows = self._slices[name]
+        parts: LinearParts = self._whole(joined)
+        experts, count = parts.qdata.shape[:2]
+        factors = parts.per_tensor_scale
+        shape = (experts, count) if factors.dim() == 2 else (experts * count,)
+        factors = factors.expand(shape).reshape(experts, count)[expert, rows]
+        if not (factors == factors[0]).all():
+            raise ValueError(f"{name}: its rows have different per-tensor scales, which GGUF does not support")
         return parts.replace(
-            qdata=parts.qdata[found.expert, rows].contiguous(),
-            scale=parts.scale[found.expert, rows].contiguous(),
-            per_tensor_scale=factor.clone(),
+            qdata=parts.qdata[expert, rows].contiguous(),
+            scale=parts.scale[expert, rows].contiguous(),
+            per_tensor_scale=factors[0].clone(),
             divisor=None,
         )
 
-    def per_tensor_scale(self, name: str) -> Tensor:
-        return self.linear(name).per_tensor_scale if name in self._slices else self.source.per_tensor_scale(name)
-
     def dense(self, name: str) -> Tensor:
-        found = self._slices.get(name)
-        if found is None:
-            return self.source.dense(name.removesuffix(".weight") if f"{_SINKS}.weight" in name else name)
-        values = self._whole(found.name)
-        assert isinstance(values, Tensor)
-        matrix = values[found.expert]
-        return (matrix.T if matrix.dim() == 2 else matrix)[found.first :: found.step].contiguous()
+        if name not in self._slices:
+            return super().dense(name)
+        joined, expert, rows = self._slices[name]
+        matrix: Tensor = self._whole(joined)[expert]
+        return (matrix.T if matrix.dim() == 2 else matrix)[rows].contiguous()
+
+    def per_tensor_scale(self, name: str) -> Tensor:
+        return self.linear(name).per_tensor_scale
 
     def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
         return Checkpoint.chunks(self, name, rows)
@@ -107,6 +92,7 @@ class JoinedExperts(View):
     def __init__(self, source: Checkpoint) -> None:
         super().__init__(source)
         self.entries = {}
+        self.stored = {name.removesuffix(".weight"): name for name in source.entries if f"{_SINKS}.weight" in name}
         self._groups: dict[str, list[list[str]]] = {}
         for name, entry in source.entries.items():
             found = _SPLIT.fullmatch(name)
@@ -123,9 +109,10 @@ class JoinedExperts(View):
         groups: list[list[str]] = []
         while True:
             names = [f"{prefix}.{len(groups)}.{module}.{kind}" for module in _MODULES[joined]]
-            if not any(name in self.source.entries for name in names):
+            missing = [name for name in names if name not in self.source.entries]
+            if len(missing) == len(names):
                 return groups
-            if missing := [name for name in names if name not in self.source.entries]:
+            if missing:
                 raise ValueError(f"{self.path}: the file has no {missing[0]}")
             groups.append(names)
 
@@ -133,35 +120,31 @@ class JoinedExperts(View):
         names = [name for group in self._groups[target] for name in group]
         if others := [n for n in names if dataclasses.replace(self.source.entries[n], shard=entry.shard) != entry]:
             raise ValueError(f"{self.path}: {others[0]} and {names[0]} differ in shape, dtype or quantization")
-        experts, count = len(self._groups[target]), len(self._groups[target][0])
-        shape = [entry.shape[0] * count, *entry.shape[1:]]
+        experts = len(self._groups[target])
+        shape = [entry.shape[0] * (len(names) // experts), *entry.shape[1:]]
         if len(shape) == 2 and not entry.quantized:
             shape.reverse()
-        scales = (experts, 1) if entry.quantized else ()
-        return dataclasses.replace(entry, shape=(experts, *shape), scales=scales)
+        return dataclasses.replace(entry, shape=(experts, *shape), scales=(experts, 1) if entry.quantized else ())
 
     def linear(self, name: str) -> LinearParts:
         if name not in self._groups:
-            return self.source.linear(name)
+            return super().linear(name)
         groups = [_with_one_scale(name, [self.source.linear(each) for each in group]) for group in self._groups[name]]
-        factor = torch.stack([group[0].per_tensor_scale for group in groups]).unsqueeze(1)
-        first = groups[0][0]
-        return first.replace(
+        scale = _interleaved([[parts.scale.view(torch.uint8) for parts in group] for group in groups])
+        return groups[0][0].replace(
             qdata=_interleaved([[parts.qdata for parts in group] for group in groups]),
-            scale=_interleaved([[parts.scale.view(torch.uint8) for parts in group] for group in groups]).view(
-                torch.float8_e4m3fn
-            ),
-            per_tensor_scale=factor,
+            scale=scale.view(torch.float8_e4m3fn),
+            per_tensor_scale=torch.stack([group[0].per_tensor_scale for group in groups]).unsqueeze(1),
             divisor=None,
             input_divisor=None,
         )
 
     def per_tensor_scale(self, name: str) -> Tensor:
-        return self.linear(name).per_tensor_scale if name in self._groups else self.source.per_tensor_scale(name)
+        return self.linear(name).per_tensor_scale
 
     def dense(self, name: str) -> Tensor:
         if name not in self._groups:
-            return self.source.dense(f"{name}.weight" if name.endswith(_SINKS) else name)
+            return super().dense(name)
         values = _interleaved([[self.source.dense(each) for each in group] for group in self._groups[name]])
         return values.transpose(1, 2).contiguous() if values.dim() == 3 else values
 
