@@ -87,38 +87,34 @@ def test_shards_have_the_codes_of_one_rank(codes):
     assert torch.equal(sharded(x), alone(x))  # what FSDP2 gathers is what was written
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "NVFP4"])
-def test_steps_inside_the_backward_of_shards_are_those_of_one_rank(codes):
-    """Losses and codes of FSDP2 are those of one rank with the whole batch of both; norms are those of all shards."""
-    models = make(False, codes), make(True, codes)
-    optimizers = [NVFP4AdamW(model.parameters(), lr=1e-2) for model in models]
-    for optimizer in optimizers:
-        optimizer.step_in_backward(clip_norm=1e9)
-    step_all(models, optimizers)
-    assert_equal((models[1], optimizers[1]), (models[0], optimizers[0]))
-    norms = [optimizer.state_dict()["param_groups"][0]["late_norm"] for optimizer in optimizers]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
-    models = make(False, codes), make(True, codes)
-    optimizers = [NVFP4AdamW(model.parameters(), lr=1e-2) for model in models]
-    for optimizer in optimizers:
-        optimizer.step_in_backward(clip_norm=1e-3, clip="parameter")
-    step_all(models, optimizers, 1)
-    one, other = (whole(optimizer.state[m[0].bias]["exp_avg"]) for m, optimizer in zip(models, optimizers, strict=True))
-    torch.testing.assert_close(other, one, rtol=1e-4, atol=0)
-    assert one.norm() == pytest.approx(1e-4, rel=1e-2)  # the gradient's clipped norm times 1 - beta1
-
-
-def step_all(models, optimizers, steps=STEPS):
+def stepped_inside(codes, steps, **clip):
+    """(model, optimizer) of one rank with the whole batch, and of shards, which have the same losses."""
+    pairs = [(model, NVFP4AdamW(model.parameters(), lr=1e-2)) for model in (make(False, codes), make(True, codes))]
+    for _, optimizer in pairs:
+        optimizer.step_in_backward(**clip)
     for step in range(steps):
         x = torch.randn(8, COLUMNS, generator=torch.Generator().manual_seed(step)).bfloat16().to(here())
         losses = []
-        for model, optimizer in zip(models, optimizers, strict=True):
-            loss = model(x).float().square().mean()
-            loss.backward()
+        for model, optimizer in pairs:
+            losses.append(model(x).float().square().mean())
+            losses[-1].backward()
             optimizer.step()
-            losses.append(loss.item())
-        assert losses[0] == losses[1]
+        assert torch.equal(*losses)
+    return pairs
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "NVFP4"])
+def test_steps_inside_the_backward_of_shards_are_those_of_one_rank(codes):
+    """Codes are, and norms are those of all shards."""
+    alone, sharded = stepped_inside(codes, STEPS, clip_norm=1e9)
+    assert_equal(sharded, alone)
+    norms = [optimizer.state_dict()["param_groups"][0]["late_norm"] for _, optimizer in (alone, sharded)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    pairs = stepped_inside(codes, 1, clip_norm=1e-3, clip="parameter")
+    one, other = (whole(optimizer.state[model[0].bias]["exp_avg"]) for model, optimizer in pairs)
+    torch.testing.assert_close(other, one, rtol=1e-4, atol=0)
+    assert one.norm() == pytest.approx(1e-4, rel=1e-2)  # the gradient's clipped norm times 1 - beta1
 
 
 @on_ranks(2)
@@ -136,10 +132,12 @@ def test_a_sharded_state_dict_resumes(codes):
 
 
 @on_ranks(2)
-def test_a_step_inside_ddps_backward_is_refused():
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_step_inside_ddps_backward_is_refused(unused):
+    """Also where DDP looks for unused parameters, and would leave nothing behind that shows what it averaged."""
     model = nn.Linear(COLUMNS, 8)
     before = model.weight.detach().clone()
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
     optimizer = NVFP4AdamW(wrapped.parameters(), lr=1e-2)
     optimizer.step_in_backward()
     for _ in range(2):
