@@ -6,7 +6,7 @@ lies below the block's largest; the first moment is stored as its ratio r to sqr
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ NOT_FINITE, LARGEST_EXPONENT, SMALLEST_LEAST_EXPONENT = 255, 254, 16
 _SQRT2_MANTISSA = 0x3504F3  # of f32(sqrt 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
+class Moments(NamedTuple):
     """Both moments of a matrix (R, K) of B = ceil(K / 16) blocks per row.
 
     r: uint8 (R, 8 B), E2M1; r_scale: e4m3 (R, B), in rows; v: uint8 (R, 8 B), distances below the largest exponent of a

@@ -36,13 +36,11 @@ def adamw_step(
     """
     if weight.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"weight must be bfloat16 or float32, not {weight.dtype}")
-    _check(tuple(weight.shape), grad, r, r_scale, v, v_exponent, hyper, row0)
+    moments = Moments(r, r_scale, v, v_exponent)
+    _check(tuple(weight.shape), grad, moments, hyper, row0)
     for rows in _chunks(weight):
-        moments = Moments(r[rows], r_scale[rows], v[rows], v_exponent[rows])
-        first = row0 + rows.start
-        ratio, new = optimizer_step.ratio(grad[rows], moments, hyper, rng_state, first)
-        weight[rows] = optimizer_step.dense_weight(weight[rows], ratio, hyper, rng_state, first)
-        _write(moments, new)
+        ratio = _step_moments(moments, rows, grad, hyper, rng_state, row0)
+        weight[rows] = optimizer_step.dense_weight(weight[rows], ratio, hyper, rng_state, row0 + rows.start)
 
 
 @op(mutates_args=("qdata", "scale", "r", "r_scale", "v", "v_exponent"))
@@ -64,19 +62,17 @@ def adamw_step_codes(
     grad: (R, K), bfloat16 or float32. per_tensor_scale: float32, one number, which stays as it is.
     """
     rows, blocks = grad.shape[0], qdata.shape[-1] * 2 // BLOCK
-    _check((rows, grad.shape[-1]), grad, r, r_scale, v, v_exponent, hyper, row0)
+    moments = Moments(r, r_scale, v, v_exponent)
+    _check((rows, grad.shape[-1]), grad, moments, hyper, row0)
     if qdata.shape != r.shape or scale.shape != (*layout.scale_tiles(rows, blocks * BLOCK), 32, 16):
         raise ValueError(f"qdata {tuple(qdata.shape)} and scale {tuple(scale.shape)} are not those of {rows} rows")
     scales = layout.unswizzle(scale, rows, blocks)
     factor = per_tensor_scale.reshape(())
     for part in _chunks(grad):
-        moments = Moments(r[part], r_scale[part], v[part], v_exponent[part])
-        first = row0 + part.start
-        ratio, new = optimizer_step.ratio(grad[part], moments, hyper, rng_state, first)
+        ratio = _step_moments(moments, part, grad, hyper, rng_state, row0)
         qdata[part], scales[part] = optimizer_step.coded_weight(
-            qdata[part], scales[part], factor, ratio, hyper, rng_state, first
+            qdata[part], scales[part], factor, ratio, hyper, rng_state, row0 + part.start
         )
-        _write(moments, new)
     scale.view(torch.uint8).copy_(layout.swizzle(scales).view(torch.uint8))
 
 
@@ -108,11 +104,13 @@ def adamw_step_vector(
         optimizer_step.step_vector(weight, grad, exp_avg, exp_avg_sq, hyper, rng_state, element0)
 
 
-def _write(moments: Moments, new: Moments) -> None:
-    moments.r.copy_(new.r)
-    moments.r_scale.view(torch.uint8).copy_(new.r_scale.view(torch.uint8))
-    moments.v.copy_(new.v)
-    moments.v_exponent.copy_(new.v_exponent)
+def _step_moments(moments: Moments, rows: slice, grad: Tensor, hyper: Tensor, rng_state: Tensor, row0: int) -> Tensor:
+    """Update the moments of some rows in place, and return their new m / root(v), float32 (rows, B, 16)."""
+    old = Moments(*(part[rows] for part in moments))
+    ratio, new = optimizer_step.ratio(grad[rows], old, hyper, rng_state, row0 + rows.start)
+    for part, value in zip(old, new, strict=True):
+        part.view(torch.uint8).copy_(value.view(torch.uint8))
+    return ratio
 
 
 def _chunks(x: Tensor) -> list[slice]:
@@ -121,23 +119,14 @@ def _chunks(x: Tensor) -> list[slice]:
     return [slice(first, min(first + step, x.shape[0])) for first in range(0, x.shape[0] if x.shape[1] else 0, step)]
 
 
-def _check(
-    shape: tuple[int, ...],
-    grad: Tensor,
-    r: Tensor,
-    r_scale: Tensor,
-    v: Tensor,
-    v_exponent: Tensor,
-    hyper: Tensor,
-    row0: int,
-) -> None:
+def _check(shape: tuple[int, ...], grad: Tensor, moments: Moments, hyper: Tensor, row0: int) -> None:
     """Raise a ValueError for arguments that the kernels do not accept."""
     if len(shape) != 2 or tuple(grad.shape) != shape:
         raise ValueError(f"weight and grad must be matrices of one shape, not {shape} and {tuple(grad.shape)}")
     _check_numbers(grad, hyper, row0)
     rows, blocks = shape[0], -(-shape[1] // BLOCK)
-    sizes = {"r": (r, 8 * blocks), "r_scale": (r_scale, blocks), "v": (v, 8 * blocks)}
-    for name, (t, width) in {**sizes, "v_exponent": (v_exponent, blocks)}.items():
+    for name, t in moments._asdict().items():
+        width = 8 * blocks if name in ("r", "v") else blocks
         if tuple(t.shape) != (rows, width) or t.element_size() != 1:
             raise ValueError(f"{name} must be bytes ({rows}, {width}), not {t.dtype} {tuple(t.shape)}")
 
