@@ -9,7 +9,7 @@ from helpers.bits import equal_bits
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.training import merge_lora, merge_low_rank
@@ -94,12 +94,6 @@ def adapter_on_a_saved_module():
     return randomize(model)
 
 
-def experts_in_nvfp4():
-    base = network()
-    base.experts.up = nn.Parameter(quantize_experts(base.experts.up.detach()), requires_grad=False)
-    return lora(["dense"], base, target_parameters=["experts.up"])
-
-
 def changed(change):
     def make():
         model = lora(["q", "dense"])
@@ -126,7 +120,6 @@ MERGED = {
     "parameters": lambda: lora(["q"], target_parameters=["experts.up"]),
     "the parameter of an NVFP4 linear": lambda: lora(["dense"], target_parameters=["q.weight"]),
     "several": several,
-    "pissa": lambda: lora(["dense"], init_lora_weights="pissa"),
     "dense alone": lambda: lora(ALL, network(nvfp4=())),
     "attention": lambda: lora(["q", "attention"]),
 }  # fmt: skip
@@ -138,9 +131,7 @@ REFUSED = {
         lambda: lora(["q", "attention"], network(("q", "attention.out_proj"))),
         "MultiheadAttention on an NVFP4",
     ),
-    "a parameter in NVFP4": (experts_in_nvfp4, "ParamWrapper on an NVFP4"),
     "tied embedding": (lambda: lora(["q", "embed"], network(tied=True)), "embed.base_layer.weight is tied to .*head"),
-    "tied head": (lambda: lora(["q", "head"], network(tied=True)), "head.base_layer.weight is tied to .*embed"),
     "tied tokens": (
         lambda: lora(["q"], network(tied=True), trainable_token_indices={"embed": [3]}),
         "embed.*weight is tied to base_model.model.head.weight",
