@@ -168,8 +168,8 @@ class TableFormat(SafetensorsFormat):
         codes = checkpoint.shards.info.get(owner)
         if codes is None or codes.dtype != layout.codes or not (scheme.shape or len(codes.shape) in layout.ranks):
             wanted = f"{str(layout.codes).removeprefix('torch.')} (N, K / {per_word})"
-            where = checkpoint.path if codes is None else codes.file
-            raise ValueError(f"{where}: tensor {owner}: expected {wanted}, found {codes or 'none'}")
+            place = checkpoint.path if codes is None else codes.file
+            raise ValueError(f"{place}: tensor {owner}: expected {wanted}, found {codes or 'none'}")
         shape = scheme.shape or (*codes.shape[:-1], codes.shape[-1] * per_word)
         scale_shape = scheme.scale_shape or (*shape[:-1], shape[-1] // scheme.group)
         if layout.swizzled is not None and scheme.swizzled:
