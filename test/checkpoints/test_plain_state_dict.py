@@ -72,6 +72,7 @@ def test_names_and_bytes_are_modelopts():
         (lambda p: p["a.weight_scale_2"].neg_(), "a negative per-tensor scale"),
         (lambda p: p.update({"a.weight_scale": p["a.weight_scale"][:3]}), r"found \(3, 4\)"),
         (lambda p: p.update({"a.weight_settings": torch.zeros(3, dtype=torch.uint8)}), "Expecting value"),
+        (lambda p: p.update({"a.weight_settings": torch.tensor([*b"[1]"], dtype=torch.uint8)}), r"settings \[1\]"),
         (lambda p: p.update({"a.weight": p["a.weight"].float()}), "uint8"),
     ],
 )

@@ -6,6 +6,7 @@ from helpers.checkpoint_folders import content, dense_tensors, edit_json, same_f
 
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
 from nvfp4_tensor.checkpoints import quantizing, tensor_of
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 
 
 @pytest.fixture
@@ -53,8 +54,10 @@ def test_chunks_are_bitwise_equal_to_the_weight(quantized, tmp_path, monkeypatch
     quantized({name: torch.randn(300, 48) for name in names}, "whole", **settings)
     monkeypatch.setattr(quantizing, "CHUNK", 48 * 4 * 128)
     monkeypatch.setattr(quantizing, "KEPT_BYTES", kept)
+    whole, rows = FolderCheckpoint.chunks, []
+    monkeypatch.setattr(FolderCheckpoint, "chunks", lambda *a: (rows.append(a[2]), whole(*a))[1])
     quantized(None, "pieces", **settings)
-    assert same_files(tmp_path / "whole", tmp_path / "pieces")
+    assert set(rows) == {300 if kept else 128} and same_files(tmp_path / "whole", tmp_path / "pieces")
 
 
 def test_stochastic_rounding_follows_the_seed_and_the_name(quantized, tmp_path):
@@ -115,8 +118,9 @@ def test_experts_in_one_tensor_stay_dense_and_are_named(tmp_path, quantized, is_
 def test_what_does_not_fit_stays_dense_and_is_named(tmp_path, quantized):
     tensors = {"a.weight": torch.randn(16, 32), "b.weight": torch.randn(16, 40), "conv.weight": torch.randn(4, 16, 3)}
     tensors["c.weight"] = torch.ones(16, 32).double()
-    with pytest.warns(UserWarning, match=r"b\.weight \[16, 40\] float32, c\.weight \[16, 32\] float64"):
+    with pytest.warns(UserWarning, match=r"b\.weight \[16, 40\] float32, c\.weight \[16, 32\] float64") as warned:
         assert quantized(tensors).keys() == {"a.weight"}
+    assert {each.filename for each in warned} == {__file__}
     with checkpoints.read(tmp_path / "dst") as read:
         assert torch.equal(read.dense("b.weight"), tensors["b.weight"])
     write_dense(tmp_path / "double", {"c.weight": tensors["c.weight"]})

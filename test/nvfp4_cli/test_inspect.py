@@ -37,10 +37,10 @@ def test_inspect_counts_zero_clipped_and_nan_blocks():
     assert found.codes[CODES.index("6")] >= 1
 
 
-def test_inspect_finds_blocks_whose_codes_are_all_zero():
-    scale = torch.full((1, 2), 2.0).to(torch.float8_e4m3fn)
-    qdata = torch.tensor([[0x80] * 8 + [0x08] * 7 + [0x18]], dtype=torch.uint8)  # -0 and +0; one 0.5 in the second
-    parts = LinearParts(qdata=qdata, scale=scale, per_tensor_scale=torch.ones(()), columns=32)
-    found = weight_of("w", parts)
-    assert (found.zero, found.blocks, found.scales) == (1, 2, (2.0, 2.0))
-    assert (found.codes[CODES.index("-0")], found.codes[CODES.index("0.5")]) == (16, 1)
+def test_inspect_finds_blocks_that_are_zero_by_their_codes_or_scale():
+    scale = torch.tensor([[2.0, 2.0, 0.0, 2**-8]]).to(torch.float8_e4m3fn)
+    # -0; 0 but for one 0.5; then 0.5 everywhere, with a scale of 0 and with a small one
+    qdata = torch.tensor([[0x80] * 8 + [0x08] * 7 + [0x18] + [0x11] * 16], dtype=torch.uint8)
+    found = weight_of("w", LinearParts(qdata=qdata, scale=scale, per_tensor_scale=torch.ones(()), columns=64))
+    assert (found.zero, found.blocks, found.scales) == (2, 4, (2**-8, 2.0))
+    assert (found.codes[CODES.index("-0")], found.codes[CODES.index("0.5")]) == (16, 33)
