@@ -76,6 +76,10 @@ def experts():
 
 def test_experts_are_stacked_and_taken_apart_again(tmp_path, experts):
     experts.save_pretrained(tmp_path / "dense")
+    dense = copy.deepcopy(experts)
+    dense.model.layers[0].mlp.experts.gate_up_proj.data.zero_()
+    checkpoints.load(dense, tmp_path / "dense", progress=False)
+    assert torch.equal(*(m.model.layers[0].mlp.experts.gate_up_proj for m in (dense, experts)))
     checkpoints.quantize(tmp_path / "dense", tmp_path / "q", progress=False)
     model = checkpoints.load(copy.deepcopy(experts), tmp_path / "q", progress=False)
     weight = model.model.layers[0].mlp.experts.gate_up_proj
