@@ -57,7 +57,7 @@ def test_compare_runs_both_over_a_text(dense, quantized, text, run):
 
 def test_the_summary_comes_first(dense, quantized, run):
     everything, summary = run("compare", dense, quantized), run("compare", dense, quantized, "--summary")
-    assert summary.startswith("14 tensors: error 0.") and len(summary.splitlines()) == 1
+    assert summary.startswith("14 tensors: error 0.") and ", SNR 2" in summary and len(summary.splitlines()) == 1
     assert everything.startswith(summary.rstrip("\n")) and everything.count("q_proj.weight") >= 2
     said = run("compare", dense, quantized, "--summary", "--json")
     assert said["layers"] == said["worst"] == [] and said["relative"] > 0.05
