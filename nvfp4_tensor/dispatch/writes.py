@@ -7,8 +7,6 @@ stored too, and the existing codes are rounded to it, once. A smaller new scale 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -162,16 +160,13 @@ def _scales_for_both(func: Op, window: Window, source: NVFP4Tensor) -> tuple[Ten
 
 def _round_to(new: Tensor, rounds: Tensor, t: NVFP4Tensor) -> None:
     """Round the stored values outside of the window t to new per-tensor scales where ``rounds``."""
-    stored, spec = (
-        t._stored(),
-        t.spec.replace(round_mode="rne", hadamard_sign=None, random_bits=16, hardware_rounding=False, row_scaled=False),
-    )
+    plainly = {"hadamard_sign": None, "random_bits": 16, "hardware_rounding": False, "row_scaled": False}
+    stored, spec = t._stored(), t.spec.replace(round_mode="rne", **plainly)
     assert spec.scale_ceiling is not None and isinstance(t.window, Window)
     columns = stored.blocks * BLOCK
     whole = NVFP4Tensor._of_parts(*stored[:3], columns, torch.float32, spec)
     leading = stored.qdata.shape[:-1]
-    rows = whole._replace(per_tensor_scale=rounds).row_scale().expand(math.prod(leading)).view(*leading, 1)
-    factor = whole._replace(per_tensor_scale=new).row_scale().expand(math.prod(leading)).view(*leading, 1)
+    rows, factor = (_row_scale(whole._replace(per_tensor_scale=each)).view(*leading, 1) for each in (rounds, new))
     values = whole.dequantize() / factor
     t.window.of(values.view(stored.rows, stored.blocks, BLOCK)).zero_()
     values = torch.where(rows & ~values.isnan(), values, 0)

@@ -70,11 +70,11 @@ class Described(_Base):
         """Return a description of the spec, the activation's spec (W4A4) and the bits per element."""
         static = ", static" if self.activation_amax is not None else ""
         backend = f", by {self.product_backend.name.lower()}" if self.product_backend != ProductBackend.AUTO else ""
-        activation = (
-            f", activation ({self.activation_spec}{static}{backend})" if self.activation_spec is not None else ""
-        )
+        activation = f", activation ({self.activation_spec}{static}{backend})"
         if self.product_backend == ProductBackend.FP8:
             activation = ", activation (fp8)"
+        elif self.activation_spec is None:
+            activation = ""
         return f"{self.spec}{activation}, {self._bits()} bits/element"
 
     def _bits(self) -> str:
