@@ -24,17 +24,7 @@ from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resol
 from nvfp4_tensor.tensor.checks import check_fields
 from nvfp4_tensor.tensor.description import Described
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
-from nvfp4_tensor.tensor.windows import (
-    OFFSET,
-    STORED,
-    Geometry,
-    OfWindow,
-    Stored,
-    Unreadable,
-    Window,
-    contiguous_strides,
-    find_window,
-)
+from nvfp4_tensor.tensor.windows import OFFSET, STORED, Geometry, OfWindow, Stored, Unreadable, Window, find_window
 
 with quietly():
     from torchao.utils import TorchAOBaseTensor
@@ -151,11 +141,21 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
     ) -> NVFP4Tensor:
         """Create a tensor from fields that are known to be valid, without checks."""
         shape = [*qdata.shape[:-1], columns]
-        strides = contiguous_strides(shape)
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * max(size, 1))
         if transposed:
             shape[-2:] = shape[:-3:-1]
             strides[-2:] = strides[:-3:-1]
-        self = cls._wrapper((shape, strides, 0), orig_dtype, (qdata, scale, per_tensor_scale))
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            strides=strides,
+            dtype=orig_dtype,
+            device=qdata.device,
+            requires_grad=False,
+            storage_size=_bytes_of(qdata, scale, per_tensor_scale),
+        )
         self.qdata = qdata
         self.scale = scale
         self.per_tensor_scale = per_tensor_scale
@@ -173,29 +173,25 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
         cls, window: Window | Unreadable, geometry: Geometry, transposed: bool, attributes: dict[str, Any]
     ) -> NVFP4Tensor:
         """Create the view that shows a window of stored codes with dense sizes, strides and offset."""
-        self = cls._wrapper(geometry, attributes["orig_dtype"], window.stored[:3])
+        size, stride, offset = geometry
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            size,
+            strides=stride,
+            storage_offset=offset,
+            dtype=attributes["orig_dtype"],
+            device=window.stored.qdata.device,
+            requires_grad=False,
+            storage_size=_bytes_of(*window.stored[:3]),
+        )
         self.window = window
         self.columns = window.columns
         self.transposed = transposed
         for name in _OF_VIEWS:
             setattr(self, name, attributes[name])
         if type(window.stored.qdata) is not Tensor:  # in a trace, where it needs the modes of this call
-            self.__dict__[OFFSET] = attributes.get(OFFSET, window.stored.qdata.new_empty((geometry[2], 0)))
+            self.__dict__[OFFSET] = attributes.get(OFFSET, window.stored.qdata.new_empty((offset, 0)))
         return self
-
-    @classmethod
-    def _wrapper(cls, geometry: Geometry, dtype: torch.dtype, parts: tuple[Tensor, Tensor, Tensor]) -> NVFP4Tensor:
-        (size, stride, offset), (qdata, scale, per_tensor_scale) = geometry, parts
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            size,
-            strides=stride,
-            storage_offset=offset,
-            dtype=dtype,
-            device=qdata.device,
-            requires_grad=False,
-            storage_size=qdata.numel() + scale.numel() + 4 * per_tensor_scale.numel(),  # nbytes is not symbolic
-        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
@@ -412,6 +408,10 @@ def view_of(stored: Stored, geometry: Geometry, transposed: bool, attributes: di
     if isinstance(found, Stored):
         return _from_valid_fields(**found._asdict(), **own, transposed=transposed)
     return NVFP4Tensor._of_window(found, geometry, transposed, attributes)
+
+
+def _bytes_of(qdata: Tensor, scale: Tensor, per_tensor_scale: Tensor) -> int:
+    return qdata.numel() + scale.numel() + 4 * per_tensor_scale.numel()  # nbytes is not symbolic
 
 
 def _from_valid_fields(*args: Any, **fields: Any) -> NVFP4Tensor:
