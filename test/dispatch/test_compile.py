@@ -268,14 +268,14 @@ def test_codes_into_a_slice_with_a_shared_scale_are_refused_in_a_graph_alone():
 STALE = """
 import torch
 from nvfp4_tensor import quantize
-from nvfp4_tensor.matmul import product as matmul
+from nvfp4_tensor.dispatch import linears
 from nvfp4_tensor.tensor import nvfp4 as tensor
 torch.manual_seed(0)
 x, w = torch.randn(4, 64), quantize(torch.randn(32, 64))
 if NEW:  # another version of the package: its products are twice as large
-    plain, tensor.source_digest = matmul._matmul, lambda: "another version"
+    plain, tensor.source_digest = linears._matmul, lambda: "another version"
     torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag and "another version"  # before torch 2.13
-    matmul._matmul = lambda *arguments: plain(*arguments) * 2
+    linears._matmul = lambda *arguments: plain(*arguments) * 2
 y = torch.compile(torch.nn.functional.linear, fullgraph=True)(x, w)
 assert torch.allclose(y, torch.nn.functional.linear(x, w.dequantize()) * (1 + NEW), rtol=1e-4, atol=1e-4), y
 """
