@@ -1,10 +1,8 @@
 """Serve NVFP4 weights that another server has loaded: what the plug-ins of vLLM and SGLang share.
 
-A server's loaders fill plain parameters: packed codes, block scales in the order of the weight, and one scale for each
-of the weights that it fuses (q, k and v). :func:`weight_of` turns them into an :class:`NVFP4Tensor`, with one
-per-tensor scale a row, so that fused weights with different scales are exact. :func:`linear` and :func:`experts` are
-the forward passes. They call operators with fakes on plain tensors, and do nothing on the host: torch.compile and CUDA
-graphs take them.
+:func:`linear` and :func:`experts` are the forward passes of weights that :mod:`loading` has made of a server's
+parameters. They call operators with fakes on plain tensors, and do nothing on the host: torch.compile and CUDA graphs
+take them.
 
 The codes of a row of activations never depend on other rows. A server adds rows of other requests, and fills batches
 up to the size of a CUDA graph, so an amax of the whole batch would let them change an answer. Static scales of the
@@ -13,20 +11,22 @@ checkpoint are used if it has them; otherwise each token gets its own scale.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
+import functools
+import importlib
+import inspect
+import logging
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import nvfp4_tensor.dispatch  # noqa: F401  registers the tensor's operators
-from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, tensor_of
-from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops import native
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 SETTING = "NVFP4_TENSOR_SERVING"
 """The environment variable that :func:`setting` reads."""
@@ -34,9 +34,11 @@ SETTING = "NVFP4_TENSOR_SERVING"
 OLDEST, NEWEST = (8, 0), (9, 0)
 """The compute capabilities that the plug-ins serve. Newer GPUs multiply FP4 themselves, by the server's kernels."""
 
-_SPEC = QuantizeSpec()
-_SPEC_BY_TOKEN = QuantizeSpec(row_scaled=True)
-_STATIC, _BY_TOKEN = _SPEC.pack(), _SPEC_BY_TOKEN.pack()  # here, because Dynamo does not trace pack
+SPEC, SPEC_BY_TOKEN = QuantizeSpec(), QuantizeSpec(row_scaled=True)
+_STATIC, _BY_TOKEN = SPEC.pack(), SPEC_BY_TOKEN.pack()  # here, because Dynamo does not trace pack
+
+
+# --- the plug-in -----------------------------------------------------------------------------------------------------
 
 
 class Setting(enum.Enum):
@@ -64,8 +66,36 @@ def setting() -> Setting:
         raise ValueError(f"{SETTING}={value} is not one of {choices}: set one of these, or unset it") from None
 
 
+def register(server: str, plugin: str) -> None:
+    """Install a plug-in in this process, once. The servers call it in each of their processes.
+
+    If the server is not what the plug-in was written for, or anything fails, it stays as it was, with a warning.
+    """
+    try:
+        left = importlib.import_module(plugin).install()
+    except Exception as error:  # an exception would end vLLM
+        left = f"{type(error).__name__}: {error}"
+    if left:
+        warnings.warn(f"nvfp4_tensor leaves {server} as it is: {left}", stacklevel=3)
+
+
+def why_not(differences: Iterator[str], written_for: str) -> str:
+    """Return why a plug-in that was written for another version is not installed, or ""."""
+    found = "; ".join(differences)
+    return found and f"{found}. This plug-in was written for {written_for}: set {SETTING}=0 to silence this"
+
+
+def other_arguments(what: str, function: Callable[..., Any] | None, expected: str) -> Iterator[str]:
+    """Yield a line if the function does not begin with the expected arguments, words in one string."""
+    found = [] if function is None else list(inspect.signature(function).parameters)
+    if found[: len(expected.split())] != expected.split():
+        yield f"{what} takes {', '.join(found) or 'nothing'} in place of {', '.join(expected.split())}"
+
+
 def cannot_serve(device: str, capability: tuple[int, int] | None) -> str:
     """Return why weights on a "cpu" or "cuda" device of that compute capability stay with the server, or ""."""
+    if setting() is Setting.OFF:
+        return f"{SETTING} is 0"
     if device == "cpu":
         return ""
     if device != "cuda" or capability is None:
@@ -78,131 +108,10 @@ def cannot_serve(device: str, capability: tuple[int, int] | None) -> str:
     return ""
 
 
-# --- what a server has loaded ----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """The parameters of one linear, or of one projection of all experts, as a server's loaders have filled them.
-
-    Attributes:
-        name: the layer's name, for messages.
-        qdata: uint8 (N, K / 2) or (E, N, K / 2), the even element in the low nibble.
-        scale: float8_e4m3fn (N, K / 16) or (E, N, K / 16), in the order of the weight; NaN where none was loaded.
-        factors: float32 (parts,) or (E, parts), one a fused weight; NaN where none was loaded.
-        rows: the rows of each fused weight, which sum to N.
-        input_scales: None, or float32 (parts,) or (E, parts); NaN where none was loaded.
-        divides: whether factors and input_scales are divisors, as compressed-tensors stores them.
-        quantizes_activations: whether the checkpoint is W4A4.
-    """
-
-    name: str
-    qdata: Tensor
-    scale: Tensor
-    factors: Tensor
-    rows: Sequence[int]
-    input_scales: Tensor | None = None
-    divides: bool = False
-    quantizes_activations: bool = False
-
-
-def weight_of(loaded: Loaded, dtype: torch.dtype) -> NVFP4Tensor:
-    """Return the weight: an NVFP4Tensor (N, K) or (E, N, K) that shares the codes.
-
-    Its ``per_tensor_scale`` is 0-d for one weight, and has one element a row for fused weights and experts. Its
-    ``activation_spec`` and ``activation_amax`` say how products quantize activations: not, with the static amax, or
-    with one scale a token. Fused weights and experts get the largest of their static amaxes, so that none of them clips
-    more than alone.
-
-    Raises:
-        ValueError: a scale was not loaded, is NaN, infinite or negative; scales were loaded for some of the fused
-            weights or experts only; or K is not a multiple of 16.
-    """
-    name, by_expert = loaded.name, loaded.qdata.dim() == 3
-    columns = loaded.qdata.shape[-1] * 2
-    if loaded.qdata.dtype != torch.uint8:
-        raise ValueError(
-            f"{name}: the weight is {loaded.qdata.dtype} and not packed NVFP4 codes (uint8), as of a head that is tied "
-            "to dense embeddings: add the layer to `ignore` in the checkpoint's quantization_config"
-        )
-    if columns % BLOCK or loaded.scale.shape[-1] * BLOCK != columns:
-        raise ValueError(
-            f"{name}: its {columns} columns on this rank have {loaded.scale.shape[-1]} block scales: they must be a "
-            f"multiple of {BLOCK}, with a scale for each {BLOCK}. Use fewer ranks of tensor parallelism"
-        )
-    parts = LinearParts(
-        qdata=loaded.qdata,
-        scale=loaded.scale,
-        per_tensor_scale=_row_factors(loaded, by_expert),
-        columns=columns,
-        quantizes_activations=loaded.quantizes_activations,
-        input_scale=_input_scale(loaded) if loaded.quantizes_activations else None,
-    )
-    if count := int(((parts.scale.view(torch.uint8) & 0x7F) == 0x7F).sum()):
-        raise ValueError(
-            f"{name}: {count} of {parts.scale.numel()} block scales were not loaded, or are NaN in the checkpoint: a "
-            "layer that the checkpoint keeps dense must be in `ignore` of its quantization_config"
-        )
-    try:
-        check_scales(parts)
-        static = parts.input_scale is not None
-        return tensor_of(parts, dtype, activation_spec=_SPEC if static else _SPEC_BY_TOKEN)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _row_factors(loaded: Loaded, by_expert: bool) -> Tensor:
-    """Return the per-tensor scales: 0-d for one weight, else one per row."""
-    factors = loaded.factors.detach().float()
-    missing = factors.isnan()
-    if missing.any():
-        # A checkpoint that stores q, k and v as one tensor has one scale, which loaders put first.
-        if by_expert or missing[0] or not missing[1:].all():
-            raise ValueError(
-                f"{loaded.name}: {int(missing.sum())} of {factors.numel()} per-tensor scales were not loaded, or are "
-                "NaN: the checkpoint is incomplete, or its names are not those of this model"
-            )
-        factors = factors[0].expand_as(factors)
-    if loaded.divides:
-        factors = factors.reciprocal()
-    if len(loaded.rows) == 1 and not by_expert:
-        return factors.reshape(()).clone()
-    rows = torch.tensor(loaded.rows, dtype=torch.int64, device=factors.device)
-    # The same form on every load: a reload writes into the memory that CUDA graphs read.
-    return factors.repeat_interleave(rows, dim=-1).reshape(-1).contiguous()
-
-
-def _input_scale(loaded: Loaded) -> Tensor | None:
-    """Return the static scale of the activations, 0-d, or None if the checkpoint has none."""
-    if loaded.input_scales is None:
-        return None
-    scales = loaded.input_scales.detach().float()
-    loaded_ones = ~scales.isnan()
-    if not loaded_ones.any():
-        return None
-    first_only = scales.dim() == 1 and bool(loaded_ones[0]) and not bool(loaded_ones[1:].any())
-    if not loaded_ones.all() and not first_only:
-        raise ValueError(
-            f"{loaded.name}: {int((~loaded_ones).sum())} of {scales.numel()} input scales are missing, so its "
-            f"activations have no scale: calibrate the model again, or set {SETTING}=w4a16 to keep activations dense"
-        )
-    found = scales[loaded_ones]
-    if loaded.divides:
-        found = found.reciprocal()
-    if not (found.isfinite() & (found > 0)).all():
-        raise ValueError(
-            f"{loaded.name}: an input scale is zero, negative or infinite: calibrate the model again, or set "
-            f"{SETTING}=w4a16 to keep activations dense"
-        )
-    return found.max()
-
-
-def differs_within(scales: Tensor | None) -> bool:
-    """Return whether fused weights have different static scales of their common input."""
-    if scales is None:
-        return False
-    found = scales[~scales.isnan()]
-    return found.numel() > 1 and bool((found != found[0]).any())
+@functools.cache
+def tell(logger: logging.Logger, why: str, what: str = "linears") -> None:
+    """Log once why the server's own kernels serve."""
+    logger.info("nvfp4_tensor leaves NVFP4 %s to the server's own kernels: %s", what, why)
 
 
 # --- forward passes --------------------------------------------------------------------------------------------------
@@ -215,50 +124,35 @@ class Activations(enum.Enum):
     STATIC = "quantized with the checkpoint's scale"
     BY_TOKEN = "quantized with one scale per token"
 
-    @classmethod
-    def of(cls, weight: NVFP4Tensor) -> Activations:
-        """Return how products with the weight treat activations."""
-        if weight.activation_spec is None:
-            return cls.DENSE
-        return cls.STATIC if weight.activation_amax is not None else cls.BY_TOKEN
 
-
-def quantized(x: Tensor, activations: Activations, amax: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return the values of x (M, K) that a product multiplies, exact in bfloat16, and their factor: 0-d, (M,) or
-    None."""
-    if activations is Activations.DENSE:
-        return x, None
-    if activations is Activations.BY_TOKEN:
-        qdata, scale, factor = torch.ops.nvfp4.quantize_rows(x, None, None, _BY_TOKEN)
-        return torch.ops.nvfp4.dequantize(qdata, scale, None, x.shape[-1], torch.bfloat16), factor
-    assert amax is not None
-    return torch.ops.nvfp4.fake_quantize(x, amax, None, _STATIC, torch.bfloat16, False)
-
-
-def linear(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    per_tensor_scale: Tensor,
-    bias: Tensor | None = None,
-    activations: Activations = Activations.DENSE,
-    amax: Tensor | None = None,
-) -> Tensor:
-    """Return x (..., K) @ w^T + bias of the fields of :func:`weight_of`, rounded once to the dtype of x: (..., N)."""
-    values, factor = quantized(x.reshape(-1, x.shape[-1]), activations, amax)
-    y = torch.ops.nvfp4.matmul(values, factor, qdata, scale, per_tensor_scale, bias, values.shape[-1], False, x.dtype)
-    return y.view(*x.shape[:-1], qdata.shape[-2])
-
-
-@dataclasses.dataclass(frozen=True)
-class Projection:
-    """One projection of all experts: the fields of :func:`weight_of` (E, N, K)."""
+class Weight(NamedTuple):
+    """The weight of a linear (N, K), or of one projection of all experts (E, N, K), and what its products quantize."""
 
     qdata: Tensor
     scale: Tensor
     per_tensor_scale: Tensor
     activations: Activations = Activations.DENSE
     amax: Tensor | None = None
+
+
+def quantized(x: Tensor, w: Weight) -> tuple[Tensor, Tensor | None]:
+    """Return the values of x (M, K) that a product with w multiplies, exact in bfloat16, and their factor: 0-d, (M,)
+    or None."""
+    if w.activations is Activations.DENSE:
+        return x, None
+    if w.activations is Activations.BY_TOKEN:
+        qdata, scale, factor = torch.ops.nvfp4.quantize_rows(x, None, None, _BY_TOKEN)
+        return torch.ops.nvfp4.dequantize(qdata, scale, None, x.shape[-1], torch.bfloat16), factor
+    assert w.amax is not None
+    return torch.ops.nvfp4.fake_quantize(x, w.amax, None, _STATIC, torch.bfloat16, False)
+
+
+def linear(x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+    """Return x (..., K) @ w^T + bias, rounded once to the dtype of x: (..., N)."""
+    values, factor = quantized(x.reshape(-1, x.shape[-1]), w)
+    fields = w.qdata, w.scale, w.per_tensor_scale
+    y = torch.ops.nvfp4.matmul(values, factor, *fields, bias, values.shape[-1], False, x.dtype)
+    return y.view(*x.shape[:-1], w.qdata.shape[-2])
 
 
 class Combine(enum.Enum):
@@ -289,8 +183,8 @@ def experts(
     x: Tensor,
     weights: Tensor,
     ids: Tensor,
-    gate_up: Projection,
-    down: Projection,
+    gate_up: Weight,
+    down: Weight,
     combine: Combine,
     expert_map: Tensor | None = None,
     weights_on_input: bool = False,
@@ -331,8 +225,8 @@ def experts(
     return y.sum(1).to(x.dtype)
 
 
-def _grouped(x: Tensor, w: Projection, ends: Tensor) -> Tensor:
-    values, factor = quantized(x, w.activations, w.amax)
+def _grouped(x: Tensor, w: Weight, ends: Tensor) -> Tensor:
+    values, factor = quantized(x, w)
     fields = w.qdata, w.scale, w.per_tensor_scale
     if values.dtype != torch.float32:
         return torch.ops.nvfp4.grouped_linear(values, factor, *fields, ends, x.dtype)

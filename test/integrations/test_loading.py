@@ -1,9 +1,15 @@
-"""What a server's loaders have filled, as far as they are recorded."""
+"""What a server's loaders have filled, as far as they are recorded; and a server's method, of plain parameters."""
 
+import pytest
 import torch
+from helpers.served_weights import INPUT_SCALE, decoded, error_by_column, rounded, tensors_of, weights_of
 from torch import nn
 
-from nvfp4_tensor.integrations.loading import Loader, has_all_experts, is_whole
+from nvfp4_tensor.integrations import serving
+from nvfp4_tensor.integrations.loading import COMPRESSED, EXPERTS, MODELOPT, Loader, Served, has_all_experts, is_whole
+from nvfp4_tensor.integrations.serving import Activations
+
+ROWS = (64, 32, 32)
 
 
 def loaded(*calls, experts=False):
@@ -26,3 +32,122 @@ def test_experts_are_whole_with_each_shard_of_each():
     for missing in range(4):
         some = [call for i, call in enumerate(calls) if i != missing]
         assert not has_all_experts(loaded(*some, experts=True), ("w1", "w3"), 2)
+
+
+def empty_layer(method, experts=False):
+    """Return the parameters that a server registers for q, k and v, or for two experts, with arbitrary values."""
+    layer = nn.Module()
+    layer.params_dtype, layer.logical_widths = torch.bfloat16, ROWS
+
+    def write(parameter, value, shard_id, expert_id=None):
+        data = parameter.data
+        if experts:  # gates and ups are halves of the rows; each of an expert's has a scale
+            data, index = data[expert_id], ("w1", "w3").index(shard_id) if shard_id != "w2" else 0
+            start, size = (index, 1) if data.dim() == 1 else (index * len(value), len(value))
+        else:
+            index = "qkv".index(shard_id)
+            start, size = (index, 1) if data.dim() == 1 else (sum(ROWS[:index]), ROWS[index])
+        data[start : start + size] = value
+
+    loader = Loader(layer, write, experts)
+    sizes = {"w13_": (2, 96, 64, 2), "w2_": (2, 64, 48, 1)} if experts else {"": (sum(ROWS), 64, 3)}
+    for prefix, (*rows, columns, parts) in sizes.items():
+        found = {
+            method.names.qdata: torch.zeros(*rows, columns // 2, dtype=torch.uint8),
+            method.names.scale: torch.zeros(*rows, columns // 16).to(torch.float8_e4m3fn),
+            method.names.factor: torch.ones(*rows[:-1], parts), method.names.input_scale: torch.ones(*rows[:-1], parts),
+        }  # fmt: skip
+        for name, data in found.items():
+            layer.register_parameter(f"{prefix}{name}", nn.Parameter(data, requires_grad=False))
+            getattr(layer, f"{prefix}{name}").weight_loader = loader
+    method.expect(layer, EXPERTS if experts else ("",))
+    return layer
+
+
+def method_of(names, quantizes):
+    method = Served()
+    method.names, method.quantizes_activations = names, quantizes
+    return method
+
+
+def fill(layer, names, input_scale=INPUT_SCALE, without=()):
+    for shard, weight in zip("qkv", weights_of(ROWS, 64), strict=True):
+        for name, tensor in tensors_of(weight, names.divides, input_scale).items():
+            if (shard, name) not in without:
+                getattr(layer, name).weight_loader(getattr(layer, name), tensor, shard)
+
+
+@pytest.mark.parametrize("names", [MODELOPT, COMPRESSED], ids=["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("kind", ["dense", "static", "dynamic"])
+def test_a_method_multiplies_with_what_was_loaded(names, kind):
+    """Made ready again the layer stays as it is; its scales were NaN before, and are not loaded again."""
+    method, scale = method_of(names, kind != "dense"), INPUT_SCALE if kind == "static" else None
+    layer = empty_layer(method)
+    with pytest.raises(ValueError, match="not loaded"):  # nothing was: not even dummies
+        method.adopt(layer, "qkv_proj")
+    fill(layer, names, scale)
+    method.adopt(layer, "qkv_proj")
+    x = torch.randn(6, 64).bfloat16()
+    y = serving.linear(x, method.weight(layer))
+    assert error_by_column(y, rounded(x, kind) @ decoded(weights_of(ROWS, 64)).t()) < 2**-8
+    addresses = {name: p.data_ptr() for name, p in layer.named_parameters()}
+    method.adopt(layer, "qkv_proj")
+    assert addresses == {name: p.data_ptr() for name, p in layer.named_parameters()}
+    assert set(addresses) == {"weight", "nvfp4_scale", "nvfp4_factor"} | ({"nvfp4_amax"} if scale else set())
+    if names is MODELOPT:
+        with pytest.raises(RuntimeError, match="reload_weights"):
+            layer.weight.weight_loader(layer.weight, torch.zeros(64, 32), "q")
+
+
+@pytest.mark.parametrize("name", [MODELOPT.qdata, MODELOPT.scale, MODELOPT.factor, MODELOPT.input_scale])
+def test_a_part_that_was_not_loaded_is_named(name):
+    method = method_of(MODELOPT, True)
+    layer = empty_layer(method)
+    fill(layer, MODELOPT, without=[("k", name)])
+    before = dict(layer.named_parameters())
+    with pytest.raises(ValueError, match=f"qkv_proj: {name} was not loaded, or only in part"):
+        method.adopt(layer, "qkv_proj")
+    assert dict(layer.named_parameters()) == before and method.activations is None
+
+
+def test_a_reload_may_not_change_how_activations_are_quantized():
+    method = method_of(MODELOPT, True)
+    for scale in (INPUT_SCALE, None):
+        layer = empty_layer(method)
+        fill(layer, MODELOPT, scale)
+        if scale:
+            method.adopt(layer, "qkv_proj")
+    with pytest.raises(ValueError, match="were quantized with the checkpoint's scale, and are quantized with"):
+        method.adopt(layer, "qkv_proj")
+
+
+@pytest.mark.parametrize("missing", [None, "weight", "weight_scale", "weight_scale_2", "input_scale"])
+def test_experts_of_a_method(missing):
+    method = method_of(MODELOPT, True)
+    layer = empty_layer(method, experts=True)
+    first, second = weights_of((96, 96), 64, (1.0, 30.0)), weights_of((64, 64), 48, (1.0, 2.0))
+    for expert in range(2):
+        gate, up = halves(tensors_of(first[expert], False, 0.1))
+        for shard, tensors in {"w1": gate, "w3": up, "w2": tensors_of(second[expert], False, 0.1)}.items():
+            for name, tensor in tensors.items():
+                if (expert, shard, name) != (1, "w3", missing):
+                    parameter = getattr(layer, f"{'w2' if shard == 'w2' else 'w13'}_{name}")
+                    parameter.weight_loader(parameter, tensor, shard_id=shard, expert_id=expert)
+    if missing:
+        with pytest.raises(ValueError, match=f"experts: w13_{missing} was not loaded for all of 2 experts"):
+            method.adopt_experts(layer, "experts", gated=True)
+        return
+    method.adopt_experts(layer, "experts", gated=True)
+    assert method.activations == dict.fromkeys(EXPERTS, Activations.STATIC)
+    x, ids, ones = torch.randn(6, 64).bfloat16(), torch.tensor([[0], [1]] * 3), torch.ones(6, 1)
+    y = method.sum_experts(layer, x, ones, ids, serving.Combine.SILU)
+    for expert in range(2):
+        rows = rounded(x[expert::2], "static", 0.1) @ decoded([first[expert]]).t()
+        hidden = serving.Combine.SILU(rows.bfloat16())
+        expected = rounded(hidden, "static", 0.1) @ decoded([second[expert]]).t()
+        assert (y[expert::2] - expected).norm() < 0.02 * expected.norm()
+
+
+def halves(tensors):
+    """Return a checkpoint's tensors of the gate, which is the first half of the rows, and of the up."""
+    return [{name: t[i : i + 48] if t.dim() else t for name, t in tensors.items()} for i in (0, 48)]

@@ -6,7 +6,8 @@ import torch
 from nvfp4_tensor import QuantizeSpec, fake_quantize, quantize, quantize_experts
 from nvfp4_tensor.checkpoints import parts_of
 from nvfp4_tensor.integrations import serving
-from nvfp4_tensor.integrations.serving import Activations, Combine, Loaded, Projection
+from nvfp4_tensor.integrations.loading import Loaded, differs_within, weight_of
+from nvfp4_tensor.integrations.serving import Activations, Combine, Weight
 
 
 def normal(*shape, dtype=torch.bfloat16, seed=0):
@@ -37,17 +38,22 @@ def fused(ratios=(1.0, 700.0, 0.01), rows=(48, 16, 32), columns=64):
     return [quantize(normal(n, columns, seed=i) * r) for i, (n, r) in enumerate(zip(rows, ratios, strict=True))]
 
 
+def served(w):
+    """Return a weight as the forward passes take it."""
+    kind = Activations.BY_TOKEN if w.activation_amax is None else Activations.STATIC
+    kind = Activations.DENSE if w.activation_spec is None else kind
+    return Weight(w.qdata, w.scale, w.per_tensor_scale, kind, w.activation_amax)
+
+
 def product(x, w, bias=None):
-    return serving.linear(
-        x, w.qdata, w.scale, w.per_tensor_scale, bias, Activations.of(w), w.activation_amax
-    )  # fmt: skip
+    return serving.linear(x, served(w), bias)
 
 
 @pytest.mark.parametrize("divides", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fused_weights_with_other_scales_are_exact(divides, dtype):
     weights = fused(rows=(48, 20, 33))
-    w = serving.weight_of(loaded(weights, divides=divides), dtype)
+    w = weight_of(loaded(weights, divides=divides), dtype)
     dense = torch.cat([each.dequantize(torch.float32) for each in weights])
     torch.testing.assert_close(w.dequantize(torch.float32), dense, rtol=2e-7, atol=0)
     x, bias = normal(2, 3, 64, dtype=dtype), normal(101, dtype=dtype)
@@ -63,15 +69,15 @@ def test_fused_weights_with_other_scales_are_exact(divides, dtype):
 def test_one_weight_keeps_its_scalar_and_its_codes():
     (weight,) = fused((1.0,), (32,))
     given = loaded([weight])
-    w = serving.weight_of(given, torch.bfloat16)
+    w = weight_of(given, torch.bfloat16)
     assert w.per_tensor_scale.dim() == 0 and torch.equal(w.per_tensor_scale, weight.per_tensor_scale)
     assert w.qdata.data_ptr() == given.qdata.data_ptr()
     assert torch.equal(w.scale.view(torch.uint8), weight.scale.view(torch.uint8))
     # Equal scales take the form of different ones: a reload writes others into their memory.
-    assert serving.weight_of(loaded([weight, weight]), torch.bfloat16).per_tensor_scale.shape == (64,)
+    assert weight_of(loaded([weight, weight]), torch.bfloat16).per_tensor_scale.shape == (64,)
     # Weights that are fused in the file have the first scale.
     factors = torch.tensor([weight.per_tensor_scale, torch.nan])
-    w = serving.weight_of(loaded([weight], rows=[16, 16], factors=factors), torch.float32)
+    w = weight_of(loaded([weight], rows=[16, 16], factors=factors), torch.float32)
     assert torch.equal(w.dequantize(), weight.dequantize(torch.float32))
 
 
@@ -79,8 +85,8 @@ def test_one_weight_keeps_its_scalar_and_its_codes():
 def test_activations_are_rounded(inputs, divides):
     """By the static scale, or each token by its own; tokens do not depend on others, and a NaN stays in its token."""
     weights, is_static = fused(), inputs == inputs
-    w = serving.weight_of(loaded(weights, divides=divides, inputs=[inputs] * 3), torch.bfloat16)
-    assert Activations.of(w) is (Activations.STATIC if is_static else Activations.BY_TOKEN)
+    w = weight_of(loaded(weights, divides=divides, inputs=[inputs] * 3), torch.bfloat16)
+    assert served(w).activations is (Activations.STATIC if is_static else Activations.BY_TOKEN)
     x = normal(5, 64) * 3
     x[3] *= 1 if is_static else 1e4  # another request's token
     if is_static:
@@ -100,33 +106,26 @@ def test_activations_are_rounded(inputs, divides):
 @pytest.mark.parametrize("inputs", [None, [0.002] * 3, [torch.nan] * 3])
 def test_a_part_of_a_larger_tensor_and_compilation(inputs):
     """Servers pass the rows of a fused product's part."""
-    w = serving.weight_of(loaded(fused(), inputs=inputs), torch.bfloat16)
+    w = weight_of(loaded(fused(), inputs=inputs), torch.bfloat16)
     larger = normal(6, 192)
     assert torch.equal(product(larger[:, 64:128], w), product(larger[:, 64:128].contiguous(), w))
     assert torch.equal(product(larger[::2, :64], w), product(larger[::2, :64].contiguous(), w))
-    kind, amax = Activations.of(w), w.activation_amax
     compiled = torch.compile(serving.linear, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (1, 5):
         x = normal(tokens, 64)
-        assert torch.equal(compiled(x, w.qdata, w.scale, w.per_tensor_scale, None, kind, amax), product(x, w))
+        assert torch.equal(compiled(x, served(w)), product(x, w))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("inputs", [None, 0.003, torch.nan], ids=["W4A16", "static", "by token"])
 def test_cuda_graphs(inputs):
     """A graph holds no work of the host: other tokens and other experts in the same memory."""
-    on_cpu = serving.weight_of(loaded(fused(), inputs=None if inputs is None else [inputs] * 3), torch.bfloat16)
+    on_cpu = weight_of(loaded(fused(), inputs=None if inputs is None else [inputs] * 3), torch.bfloat16)
     w = on_cpu.cuda()
     gate_up, down = (
-        Projection(
-            each.qdata.cuda(), each.scale.cuda(), each.per_tensor_scale.cuda(), each.activations,
-            None if each.amax is None else each.amax.cuda(),
-        )
-        for each in (
-            projection(normal(5, 96, 64) / 8, (1.0, 300.0), inputs)[0],
-            projection(normal(5, 64, 48, seed=1) / 8, (1.0,), inputs)[0],
-        )
-    )  # fmt: skip
+        Weight(*(each.cuda() if isinstance(each, torch.Tensor) else each for each in projection(*arguments, inputs)[0]))
+        for arguments in ((normal(5, 96, 64) / 8, (1.0, 300.0)), (normal(5, 64, 48, seed=1) / 8, (1.0,)))
+    )
     x, (weights, ids) = normal(7, 64).cuda(), [each.cuda() for each in routing(7, 5, 2)]
 
     def forward():
@@ -149,11 +148,11 @@ def test_cuda_graphs(inputs):
 
 def test_the_largest_static_scale_serves_fused_weights():
     given = loaded(fused(), inputs=[0.001, 0.004, 0.002])
-    assert serving.differs_within(given.input_scales)
-    assert serving.weight_of(given, torch.bfloat16).activation_amax == torch.tensor(0.004) * 2688
+    assert differs_within(given.input_scales)
+    assert weight_of(given, torch.bfloat16).activation_amax == torch.tensor(0.004) * 2688
     divided = loaded(fused(), inputs=[0.001, 0.004, 0.002], divides=True)
-    assert abs(serving.weight_of(divided, torch.bfloat16).activation_amax.item() / (0.004 * 2688) - 1) < 1e-6
-    assert not serving.differs_within(loaded(fused(), inputs=[0.001] * 3).input_scales)
+    assert abs(weight_of(divided, torch.bfloat16).activation_amax.item() / (0.004 * 2688) - 1) < 1e-6
+    assert not differs_within(loaded(fused(), inputs=[0.001] * 3).input_scales)
 
 
 NAN = float("nan")
@@ -178,7 +177,7 @@ NAN = float("nan")
 )
 def test_what_was_not_loaded_is_refused(changes, message):
     with pytest.raises(ValueError, match=message) as raised:
-        serving.weight_of(loaded(fused(), **changes), torch.bfloat16)
+        weight_of(loaded(fused(), **changes), torch.bfloat16)
     assert "layers.0.qkv_proj" in str(raised.value)
 
 
@@ -199,10 +198,10 @@ def projection(dense, ratios, inputs=None, seed=0):
         input_scales=None if inputs is None else torch.full((len(dense), len(ratios)), inputs),
         quantizes_activations=inputs is not None,
     )
-    w = serving.weight_of(given, torch.bfloat16)
+    w = weight_of(given, torch.bfloat16)
     mirror = torch.cat([each.dequantize(torch.float32) for each in tensors], 1)
     torch.testing.assert_close(w.dequantize(torch.float32), mirror, rtol=2e-7, atol=0)
-    return Projection(w.qdata, w.scale, w.per_tensor_scale, Activations.of(w), w.activation_amax), mirror
+    return served(w), mirror
 
 
 def mirrored(x, weights, ids, gate_up, down, combine, round_x, expert_map=None):
@@ -297,8 +296,11 @@ def test_setting(monkeypatch):
         serving.setting()
 
 
-def test_where_weights_are_served():
+def test_where_weights_are_served(monkeypatch):
     assert serving.cannot_serve("cpu", None) == ""
+    monkeypatch.setenv(serving.SETTING, "0")
+    assert "is 0" in serving.cannot_serve("cpu", None)
+    monkeypatch.undo()
     for capability in ((7, 5), (10, 0), (12, 0)):
         assert "not between" in serving.cannot_serve("cuda", capability)
     assert "no kernels for xpu" in serving.cannot_serve("xpu", None)

@@ -21,9 +21,8 @@ def results(**changes):
 
 def test_agreement():
     ours = results(texts=[[1, 2, 3, 4], [5, 6, 8]], chosen=[[True, False], [True, True]])["ours, W4A16"]
-    found = check.Agreement.of(ours, FIRST)
-    assert (found.same_texts, found.likeliest) == (1, 0.75)
-    assert abs(found.difference - 0.01) < 1e-9
+    same_texts, likeliest, difference = check.agreement(ours, FIRST)
+    assert (same_texts, likeliest) == (1, 0.75) and abs(difference - 0.01) < 1e-9
 
 
 def test_report_and_verdict():

@@ -6,22 +6,12 @@ SGLang finds this package by its entry point ``sglang.srt.plugins``.
 
 from __future__ import annotations
 
-import warnings
+from nvfp4_tensor.integrations import serving
 
 
 def register() -> None:
-    """Install the plug-in in this process. SGLang calls it in each of its processes.
-
-    If SGLang is not what the plug-in was written for, or anything fails, SGLang stays as it was, with a warning.
-    """
-    try:
-        from nvfp4_tensor.integrations.sglang import plugin
-
-        left = plugin.install()
-    except Exception as error:  # SGLang would print it, and go on
-        left = f"{type(error).__name__}: {error}"
-    if left:
-        warnings.warn(f"nvfp4_tensor leaves SGLang as it is: {left}", stacklevel=2)
+    """Install the plug-in in this process, once: see :func:`serving.register`."""
+    serving.register("SGLang", "nvfp4_tensor.integrations.sglang.plugin")
 
 
 __all__ = ["register"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from sglang.srt.layers.moe import MoeRunnerBackend, MoeRunnerConfig, get_moe_a2a_backend, get_moe_runner_backend
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.quantization import modelopt_quant
@@ -16,12 +15,12 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensor
     CompressedTensorsW4A16Nvfp4MoE,
 )
 from sglang.srt.runtime_context import get_context
-from torch import Tensor, nn
+from torch import nn
 
 from nvfp4_tensor.integrations import serving
-from nvfp4_tensor.integrations.loading import Loader, has_all_experts, loads_of
-from nvfp4_tensor.integrations.serving import Activations, Combine, Loaded, Projection, Setting
-from nvfp4_tensor.integrations.sglang.linears import COMPRESSED, MODELOPT, not_served, tell
+from nvfp4_tensor.integrations.loading import COMPRESSED, EXPERTS, Loader, Served
+from nvfp4_tensor.integrations.serving import Combine, Setting, tell
+from nvfp4_tensor.integrations.sglang.linears import logger, not_served
 from nvfp4_tensor.numerics.layout import BLOCK
 
 _COMBINES = {
@@ -70,51 +69,33 @@ def layer_not_served(layer: Any) -> str:
     return ""
 
 
-class _Loader(Loader):
-    """Records only experts of this rank, for SGLang's loader does not say which it has skipped."""
-
-    def __call__(self, param: nn.Parameter, loaded_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer: Any = self._layer()
-        expert = kwargs.get("expert_id", args[2] if len(args) > 2 else None)
-        elsewhere = (
-            expert is not None
-            and not getattr(param, "_sglang_require_global_experts", False)
-            and layer._map_global_expert_id_to_local_expert_id(expert) == -1
-        )
-        before = loads_of(param)
-        result = super().__call__(param, loaded_weight, *args, **kwargs)
-        if elsewhere:
-            self.record(param, before)
-        return result
+def _elsewhere(layer: Any, parameter: nn.Parameter, expert: int | None) -> bool:
+    """Return whether an expert is on another rank: SGLang's loader does not say which it has skipped."""
+    if expert is None or getattr(parameter, "_sglang_require_global_experts", False):
+        return False
+    return layer._map_global_expert_id_to_local_expert_id(expert) == -1
 
 
-class _ServedExperts:
+class _ServedExperts(Served):
     """What both formats share. The class behind it is SGLang's, which registers the parameters."""
 
-    names = MODELOPT
-    divides = False
     served = False
     """Whether this plug-in serves the layer."""
-    quantizes = False
-    activations: dict[str, Activations]
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         if self.served and (why := layer_not_served(layer)):
-            tell(why, "experts")
+            tell(logger, why, "experts")
             self.served = False
             self._leave_to_sglang()
         if not self.served:
             super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
             return
-        loader = _Loader(layer, kwargs.pop("weight_loader"), experts=True)
+        self.quantizes_activations &= serving.setting() is Setting.AS_CHECKPOINT
+        loader = Loader(layer, kwargs.pop("weight_loader"), experts=True, elsewhere=_elsewhere)
         super().create_weights(layer, *args, weight_loader=loader, **kwargs)  # type: ignore[misc]
-        _, scale, factor, input_scale = self.names
-        for which in ("w13", "w2"):
-            for name in (scale, factor, input_scale):
-                parameter = getattr(layer, f"{which}_{name}", None)
-                if parameter is not None:
-                    parameter.data.fill_(torch.nan)  # until it is loaded
-            layer._parameters.pop(f"{which}_blockscale_swizzled", None)
+        self.expect(layer, EXPERTS)
+        for prefix in EXPERTS:
+            layer._parameters.pop(f"{prefix}blockscale_swizzled", None)
 
     def _leave_to_sglang(self) -> None:
         """Make up for what SGLang's own __init__ would have done."""
@@ -127,67 +108,10 @@ class _ServedExperts:
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self.served:
-            self._process(layer)
+            label = getattr(layer, "layer_name", "") or type(layer).__name__
+            self.adopt_experts(layer, label, layer.moe_runner_config.is_gated)
         else:
             super().process_weights_after_loading(layer)  # type: ignore[misc]
-
-    def _process(self, layer: Any) -> None:
-        """Put the weights in our layout in place of what was loaded. A second call does nothing.
-
-        Raises:
-            ValueError: see :func:`serving.weight_of`; or experts were not loaded.
-        """
-        if hasattr(layer, "nvfp4_w13_scale"):
-            return
-        self.activations = {}
-        weights = {which: self._weight(layer, which) for which in ("w13", "w2")}
-        for which, weight in weights.items():
-            self.activations[which] = Activations.of(weight)
-            for name in self.names:
-                layer._parameters.pop(f"{which}_{name}", None)
-            new = {
-                f"{which}_weight": weight.qdata,
-                f"nvfp4_{which}_scale": weight.scale,
-                f"nvfp4_{which}_factor": weight.per_tensor_scale,
-                f"nvfp4_{which}_amax": weight.activation_amax,
-            }
-            for name, data in new.items():
-                if data is not None:
-                    layer.register_parameter(name, nn.Parameter(data, requires_grad=False))
-
-    def _weight(self, layer: Any, which: str) -> Any:
-        name, codes_name, scale_name, factor_name, input_name = self._names(layer, which)
-        codes = getattr(layer, codes_name)
-        shards = ["w2"] if which == "w2" else ["w1", "w3"] if layer.moe_runner_config.is_gated else ["w1"]
-        count, parts = codes.shape[0], len(shards)
-        if not has_all_experts(codes, shards, count):
-            raise ValueError(
-                f"{name}: {codes_name} was not loaded for all of {count} experts: experts that the checkpoint keeps "
-                "dense must be in `ignore` of its quantization_config"
-            )
-        inputs = getattr(layer, input_name, None)
-        quantizes = self.quantizes and serving.setting() is Setting.AS_CHECKPOINT
-        if inputs is not None and (not quantizes or not loads_of(inputs)):
-            inputs = None
-        return serving.weight_of(
-            Loaded(
-                name=name,
-                qdata=codes.data,
-                scale=getattr(layer, scale_name).data,
-                factors=getattr(layer, factor_name).data.reshape(count, parts),
-                rows=[codes.shape[1] // parts] * parts,
-                # of all ranks' experts where SGLang has those: the largest is the same on each rank
-                input_scales=None if inputs is None else inputs.data.reshape(-1, parts),
-                divides=self.divides,
-                quantizes_activations=quantizes,
-            ),
-            layer.params_dtype,
-        )
-
-    def _names(self, layer: Any, which: str) -> list[str]:
-        return [f"{getattr(layer, 'layer_name', '') or type(layer).__name__}.{which}"] + [
-            f"{which}_{name}" for name in self.names
-        ]
 
     def _multiply(self, layer: Any, dispatched: Any) -> StandardCombineInput:
         topk, config = dispatched.topk_output, layer.moe_runner_config
@@ -200,25 +124,9 @@ class _ServedExperts:
         factor, on_input = config.routed_scaling_factor, config.apply_router_weight_on_input
         if factor is not None and not on_input:
             weights = weights * factor
-        y = serving.experts(
-            dispatched.hidden_states,
-            weights,
-            ids,
-            self._projection(layer, "w13"),
-            self._projection(layer, "w2"),
-            _COMBINES[config.activation, config.is_gated],
-            weights_on_input=on_input,
-        )
+        combine = _COMBINES[config.activation, config.is_gated]
+        y = self.sum_experts(layer, dispatched.hidden_states, weights, ids, combine, weights_on_input=on_input)
         return StandardCombineInput(hidden_states=y * factor if factor is not None and on_input else y)
-
-    def _projection(self, layer: Any, which: str) -> Projection:
-        return Projection(
-            getattr(layer, f"{which}_weight"),
-            getattr(layer, f"nvfp4_{which}_scale"),
-            getattr(layer, f"nvfp4_{which}_factor"),
-            self.activations[which],
-            getattr(layer, f"nvfp4_{which}_amax", None),
-        )
 
 
 def _modelopt(original: Any) -> type:
@@ -234,11 +142,11 @@ def _modelopt(original: Any) -> type:
             elif not why and quant_config.group_size != BLOCK:
                 why = f"group_size {quant_config.group_size} is not {BLOCK}"
             if why:
-                tell(why, "experts")
+                tell(logger, why, "experts")
                 original.__init__(self, quant_config)
                 return
             self.served, self.quant_config = True, quant_config  # SGLang's own __init__ chooses kernels
-            self.quantizes = not getattr(quant_config, "is_w4a16", False)
+            self.quantizes_activations = not getattr(quant_config, "is_w4a16", False)
             self._lora_marlin = self.enable_flashinfer_trtllm_moe = self.use_flashinfer_trtllm_weight_layout = False
 
         def _leave_to_sglang(self) -> None:
@@ -249,13 +157,13 @@ def _modelopt(original: Any) -> type:
             if self.served:
                 self._moe_runner_backend = MoeRunnerBackend.MARLIN
 
-        def _process(self, layer: Any) -> None:
+        def process_weights_after_loading(self, layer: Any) -> None:
             interleaved = getattr(layer, "inference_moe_w13_interleaved", False)
-            if interleaved and not hasattr(layer, "nvfp4_w13_scale"):
+            if self.served and interleaved and not hasattr(layer, "nvfp4_w13_scale"):
                 for name in ("w13_weight", "w13_weight_scale"):
                     parameter = getattr(layer, name)
                     parameter.data = modelopt_quant.deinterleave_w13(parameter.data, up_first=False)
-            super()._process(layer)
+            super().process_weights_after_loading(layer)
 
         def apply(self, layer: Any, dispatch_output: Any) -> Any:
             if not self.served:
@@ -271,13 +179,12 @@ def _compressed(original: Any) -> type:
 
     class Scheme(_ServedExperts, original):  # type: ignore[misc, valid-type]
         names = COMPRESSED
-        divides = True
 
         def __init__(self, has_input_global_scale: bool = False) -> None:
             original.__init__(self, has_input_global_scale)
-            self.quantizes = has_input_global_scale
+            self.quantizes_activations = has_input_global_scale
             if why := process_not_served():
-                tell(why, "experts")
+                tell(logger, why, "experts")
             self.served = not why
 
         def get_moe_runner_backend(self, layer: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 
 import sglang
@@ -13,7 +12,7 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
 )
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from nvfp4_tensor.integrations.serving import SETTING, Setting, setting
+from nvfp4_tensor.integrations.serving import Setting, other_arguments, setting, why_not
 
 WRITTEN_FOR = "0.5.23"
 _installed = False
@@ -24,8 +23,8 @@ def install() -> str:
     global _installed
     if _installed or setting() is Setting.OFF:
         return ""
-    if found := list(differences()):
-        return f"{'; '.join(found)}. This plug-in was written for SGLang {WRITTEN_FOR}: set {SETTING}=0 to silence this"
+    if why := why_not(differences(), f"SGLang {WRITTEN_FOR}"):
+        return why
     from nvfp4_tensor.integrations.sglang import experts, linears  # read names of SGLang's that were just checked
 
     for original, replacement in (linears.REPLACEMENTS | experts.REPLACEMENTS).items():
@@ -38,10 +37,10 @@ def differences() -> Iterator[str]:
     """Yield what the plug-in relies on and this SGLang does not have."""
     if sglang.__version__ != WRITTEN_FOR:
         yield f"this is SGLang {sglang.__version__}"
-    create = ["self", "layer", "input_size_per_partition", "output_partition_sizes", "input_size", "output_size"]
-    scheme = ["self", "layer", "output_partition_sizes", "input_size_per_partition", "params_dtype", "weight_loader"]
-    experts = ["self", "layer", "num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype"]
-    x, dispatched = ["self", "layer", "x", "bias"], ["self", "layer", "dispatch_output"]
+    create = "self layer input_size_per_partition output_partition_sizes input_size output_size"
+    scheme = "self layer output_partition_sizes input_size_per_partition params_dtype weight_loader"
+    experts = "self layer num_experts hidden_size intermediate_size_per_partition params_dtype"
+    x, dispatched = "self layer x bias", "self layer dispatch_output"
     for owner, name, start, forward, taken in (
         (modelopt_quant, "ModelOptFp4LinearMethod", create, "apply", x),
         (modelopt_quant, "ModelOptNvFp4A16LinearMethod", create, "apply", x),
@@ -54,6 +53,4 @@ def differences() -> Iterator[str]:
             yield f"{owner.__name__} has no {name}"
             continue
         for method, expected in (("create_weights", start), (forward, taken)):
-            arguments = list(inspect.signature(getattr(found, method)).parameters)
-            if arguments[: len(expected)] != expected:
-                yield f"{name}.{method} takes {', '.join(arguments)} in place of {', '.join(expected)}"
+            yield from other_arguments(f"{name}.{method}", getattr(found, method), expected)

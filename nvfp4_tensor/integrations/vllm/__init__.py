@@ -7,22 +7,12 @@ Linears and experts of ModelOpt's and compressed-tensors's NVFP4 checkpoints are
 
 from __future__ import annotations
 
-import warnings
+from nvfp4_tensor.integrations import serving
 
 
 def register() -> None:
-    """Install the plug-in in this process, once. vLLM calls it in each of its processes.
-
-    If vLLM is not what the plug-in was written for, or anything fails, vLLM stays as it was, with a warning.
-    """
-    try:
-        from nvfp4_tensor.integrations.vllm import plugin
-
-        left = plugin.install()
-    except Exception as error:  # an exception would end vLLM
-        left = f"{type(error).__name__}: {error}"
-    if left:
-        warnings.warn(f"nvfp4_tensor leaves vLLM as it is: {left}", stacklevel=2)
+    """Install the plug-in in this process, once: see :func:`serving.register`."""
+    serving.register("vLLM", "nvfp4_tensor.integrations.vllm.plugin")
 
 
 __all__ = ["register"]

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,28 +58,16 @@ class Result:
     batch_rate: float
 
 
-@dataclasses.dataclass
-class Agreement:
-    """How a run agrees with the first one, along the texts of the first one."""
-
-    same_texts: int
-    likeliest: float
-    difference: float
-
-    @classmethod
-    def of(cls, result: Result, first: Result) -> Agreement:
-        """Return equal texts, the share of tokens that are the likeliest, and the mean |difference| of logprobs."""
-        pairs = [
-            (ours, theirs)
-            for mine, other in zip(result.logprobs, first.logprobs, strict=True)
-            for ours, theirs in zip(mine, other, strict=True)
-        ]
-        chosen = [each for text in result.chosen for each in text]
-        return cls(
-            same_texts=sum(a == b for a, b in zip(result.texts, first.texts, strict=True)),
-            likeliest=sum(chosen) / max(len(chosen), 1),
-            difference=sum(abs(ours - theirs) for ours, theirs in pairs) / max(len(pairs), 1),
-        )
+def agreement(result: Result, first: Result) -> tuple[int, float, float]:
+    """Return the number of equal texts and, along those of the first run, the share of tokens that are the likeliest,
+    and the mean |difference| of logprobs."""
+    ours, theirs = ([each for text in run.logprobs for each in text] for run in (result, first))
+    chosen = [each for text in result.chosen for each in text]
+    return (
+        sum(a == b for a, b in zip(result.texts, first.texts, strict=True)),
+        sum(chosen) / max(len(chosen), 1),
+        sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / max(len(ours), 1),
+    )
 
 
 def report(results: dict[str, Result]) -> str:
@@ -91,10 +78,10 @@ def report(results: dict[str, Result]) -> str:
         f"{'prompt tok/s':>13} {'1 text tok/s':>13} {f'{len(first.texts)} texts tok/s':>14}"
     ]
     for name, result in results.items():
-        agreement = Agreement.of(result, first)
+        same, likeliest, difference = agreement(result, first)
         rows.append(
-            f"{name:24} {result.served:7} {agreement.same_texts:8}/{len(first.texts):<2} {agreement.likeliest:10.1%} "
-            f"{agreement.difference:10.4f} {result.prompt_rate:13.0f} {result.one_rate:13.1f} {result.batch_rate:14.1f}"
+            f"{name:24} {result.served:7} {same:8}/{len(first.texts):<2} {likeliest:10.1%} "
+            f"{difference:10.4f} {result.prompt_rate:13.0f} {result.one_rate:13.1f} {result.batch_rate:14.1f}"
         )
     return "\n".join(rows)
 
@@ -108,7 +95,7 @@ def problems(results: dict[str, Result]) -> list[str]:
     for name in names[1:]:
         if not results[name].served:
             found.append(f"{name}: our kernels served no layer. vLLM's log has a line with the reason")
-    difference = Agreement.of(results[names[1]], results[names[0]]).difference
+    *_, difference = agreement(results[names[1]], results[names[0]])
     if not difference < 0.05:
         found.append(
             f"{names[1]} differs from vLLM's own kernels by {difference:.3f} in the logarithm of probabilities. Fused "
@@ -123,16 +110,10 @@ def served_layers(model: Any) -> int:
     return sum(name.startswith("nvfp4_tensor.") for name in methods)
 
 
-def measure(
-    model: str,
-    tokens: int,
-    along: Sequence[Sequence[int]] | None,
-    prompts: Sequence[int] | None,
-    options: dict[str, Any],
-) -> Result:
+def measure(model: str, tokens: int, first: Result | None, options: dict[str, Any]) -> Result:
     """Serve the model in this process, and return its numbers.
 
-    along, prompts: the texts of the first run and the lengths of their prompts; None for the first run itself.
+    first: the first run, whose texts are scored; None for that run itself.
     """
     from vllm import LLM, SamplingParams
 
@@ -144,14 +125,13 @@ def measure(
     _, one_seconds = _timed(lambda: llm.generate(PROMPTS[:1], greedy, use_tqdm=False))
     texts = [[*each.prompt_token_ids, *each.outputs[0].token_ids] for each in outputs]
     own = [len(each.prompt_token_ids) for each in outputs]
-    if along is None or prompts is None:
-        along, prompts = texts, own
+    along, prompts = (texts, own) if first is None else (first.texts, first.prompts)
     long = [{"prompt_token_ids": [text[i % len(text)] for i in range(512)]} for text in texts]
     once = SamplingParams(temperature=0, max_tokens=1)
     llm.generate(long, once, use_tqdm=False)
     _, prompt_seconds = _timed(lambda: llm.generate(long, once, use_tqdm=False))
     scored = llm.generate(
-        [{"prompt_token_ids": list(text)} for text in along],
+        [{"prompt_token_ids": text} for text in along],
         SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1),
         use_tqdm=False,
     )
@@ -225,18 +205,9 @@ def main() -> int:
     if arguments.child is None:
         return run(arguments)
     first = None if arguments.first is None else Result(**json.loads(arguments.first.read_text()))
-    result = measure(
-        arguments.model,
-        arguments.tokens,
-        None if first is None else first.texts,
-        None if first is None else first.prompts,
-        {
-            "max_model_len": arguments.max_model_len,
-            "enforce_eager": arguments.enforce_eager,
-            "tensor_parallel_size": arguments.tensor_parallel_size,
-            "enable_prefix_caching": False,  # a prompt that is read twice is to be computed twice
-        },
-    )
+    options = {name: getattr(arguments, name) for name in ("max_model_len", "enforce_eager", "tensor_parallel_size")}
+    options["enable_prefix_caching"] = False  # a prompt that is read twice is to be computed twice
+    result = measure(arguments.model, arguments.tokens, first, options)
     arguments.child.write_text(json.dumps(dataclasses.asdict(result)))
     return 0
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, FusedMoEMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_nvfp4 as ct_experts,
 )
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config, ModelOptNvFp4FusedMoE
-from vllm.model_executor.utils import set_weight_attrs
 
 from nvfp4_tensor.integrations import serving
-from nvfp4_tensor.integrations.loading import Loader, has_all_experts, loads_of
-from nvfp4_tensor.integrations.serving import Activations, Combine, Loaded, Projection, Setting
-from nvfp4_tensor.integrations.vllm.linears import COMPRESSED, MODELOPT, Names, not_served, replace, tell
+from nvfp4_tensor.integrations.loading import COMPRESSED, EXPERTS, Loader, Served
+from nvfp4_tensor.integrations.serving import Combine, Setting, tell
+from nvfp4_tensor.integrations.vllm.linears import logger, not_served
 from nvfp4_tensor.numerics.layout import BLOCK
 
 COMBINES = {each.value for each in Combine}
@@ -45,10 +43,9 @@ def experts_not_served(moe: FusedMoEConfig) -> str:
     return ""
 
 
-class _Experts(FusedMoEMethodBase):
+class _Experts(Served, FusedMoEMethodBase):
     """What both formats share. The parameters are those of vLLM's own method, which this class is mixed into."""
 
-    names: ClassVar[Names]
     use_global_sf = False
     """The static scales are those of the experts of this rank."""
     supports_pre_processed_weights = False
@@ -58,7 +55,6 @@ class _Experts(FusedMoEMethodBase):
         self.use_a16 = use_a16
         self.quantizes_activations = not use_a16 and serving.setting() is Setting.AS_CHECKPOINT
         self.combine = Combine(moe.activation.value)
-        self.activations: dict[str, Activations] = {}
 
     @property
     def supports_eplb(self) -> bool:
@@ -66,94 +62,18 @@ class _Experts(FusedMoEMethodBase):
         return False
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Register vLLM's own parameters. Scales are NaN until they are loaded."""
+        """Register vLLM's own parameters."""
         if any(getattr(layer, f"swiglu_{name}", None) is not None for name in ("limit", "alpha", "beta")):
             raise NotImplementedError(
                 f"{layer.layer_name}: nvfp4_tensor has no clamped activation of experts: set {serving.SETTING}=0"
             )
         loader = Loader(layer, kwargs.pop("weight_loader"), experts=True)
         super().create_weights(layer, *args, weight_loader=loader, **kwargs)  # type: ignore[safe-super]  # vLLM's
-        for which in ("w13", "w2"):
-            for name, dummy in ((self.names.scale, 1.0), (self.names.factor, 1e-3), (self.names.input_scale, 1e-3)):
-                parameter = getattr(layer, f"{which}_{name}")
-                parameter.data.fill_(torch.nan)
-                if not hasattr(parameter, "dummy_weight_value"):
-                    value = 1 / dummy if self.names.divides else dummy
-                    set_weight_attrs(parameter, {"dummy_weight_value": value})
+        self.expect(layer, EXPERTS)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Put the weights in our layout in place of what was loaded. A second call does nothing.
-
-        Raises:
-            ValueError: see :func:`serving.weight_of`; or a reload changes how activations are quantized.
-        """
-        if f"w13_{self.names.scale}" not in layer._parameters and hasattr(layer, "nvfp4_w13_scale"):
-            return
-        weights = {which: self._weight(layer, which) for which in ("w13", "w2")}
-        for which, weight in weights.items():
-            for name in (self.names.scale, self.names.factor, self.names.input_scale):
-                delattr(layer, f"{which}_{name}")
-            if self.names.qdata != "weight":
-                delattr(layer, f"{which}_{self.names.qdata}")
-            replace(layer, f"{which}_weight", weight.qdata)
-            replace(layer, f"nvfp4_{which}_scale", weight.scale)
-            replace(layer, f"nvfp4_{which}_factor", weight.per_tensor_scale)
-            if weight.activation_amax is not None:
-                replace(layer, f"nvfp4_{which}_amax", weight.activation_amax)
-
-    def _weight(self, layer: Any, which: str) -> Any:
-        names = self.names
-        qdata, scale, factor, inputs = (
-            getattr(layer, f"{which}_{name}").data
-            for name in (names.qdata, names.scale, names.factor, names.input_scale)
-        )
-        shards = ["w2"] if which == "w2" else ["w1", "w3"] if self.moe.is_act_and_mul else ["w1"]
-        parts, count = len(shards), qdata.shape[0]
-        name = f"{layer.layer_name}.{which}"
-        inputs = self._check_loads(layer, which, shards, count, inputs)
-        weight = serving.weight_of(
-            Loaded(
-                name=name,
-                qdata=qdata,
-                scale=scale,
-                factors=factor.reshape(count, parts),
-                rows=[qdata.shape[1] // parts] * parts,
-                input_scales=None if inputs is None else inputs.reshape(count, parts),
-                divides=names.divides,
-                quantizes_activations=self.quantizes_activations,
-            ),
-            layer.params_dtype,
-        )
-        activations = Activations.of(weight)
-        if self.activations.setdefault(which, activations) is not activations:
-            raise ValueError(
-                f"{name}: activations were {self.activations[which].value}, and are {activations.value} in the "
-                "checkpoint that is loaded now: start the server anew"
-            )
-        return weight
-
-    def _check_loads(self, layer: Any, which: str, shards: list[str], count: int, inputs: Tensor) -> Tensor | None:
-        """Return the input scales, or None if the checkpoint has none; raise a ValueError if a part is missing."""
-        parameters = {
-            name: getattr(layer, f"{which}_{name}") for name in (self.names.qdata, self.names.scale, self.names.factor)
-        }
-        if not any(loads_of(each) for each in parameters.values()):  # dummy weights, which nothing loads
-            return inputs
-        for name, parameter in parameters.items():
-            if not has_all_experts(parameter, shards, count):
-                raise ValueError(
-                    f"{layer.layer_name}: {which}_{name} was not loaded for all of {count} experts: experts that the "
-                    "checkpoint keeps dense must be in `ignore` of its quantization_config"
-                )
-        scales = getattr(layer, f"{which}_{self.names.input_scale}")
-        if not loads_of(scales) or not self.quantizes_activations:
-            return None
-        if not has_all_experts(scales, shards, count):
-            raise ValueError(
-                f"{layer.layer_name}: the input scales of {which} were not loaded for all of {count} experts: "
-                f"calibrate the model again, or set {serving.SETTING}=w4a16 to keep activations dense"
-            )
-        return inputs
+        """Put the weights in our layout in place of what was loaded: see :meth:`Served.adopt`."""
+        self.adopt_experts(layer, layer.layer_name, self.moe.is_act_and_mul)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """Return None: none of vLLM's kernels runs."""
@@ -169,31 +89,13 @@ class _Experts(FusedMoEMethodBase):
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """Return the weighted sum of each token's experts of this rank. vLLM runs shared experts itself."""
-        return serving.experts(
-            x,
-            topk_weights,
-            topk_ids,
-            self._projection(layer, "w13"),
-            self._projection(layer, "w2"),
-            self.combine,
-            layer.expert_map,
-            layer.apply_router_weight_on_input,
-        )
-
-    def _projection(self, layer: Any, which: str) -> Projection:
-        return Projection(
-            getattr(layer, f"{which}_weight"),
-            getattr(layer, f"nvfp4_{which}_scale"),
-            getattr(layer, f"nvfp4_{which}_factor"),
-            self.activations[which],
-            getattr(layer, f"nvfp4_{which}_amax", None),
-        )
+        on_input = layer.apply_router_weight_on_input
+        options = {"expert_map": layer.expert_map, "weights_on_input": on_input}
+        return self.sum_experts(layer, x, topk_weights, topk_ids, self.combine, **options)
 
 
 class ModelOptNVFP4TensorExperts(_Experts, ModelOptNvFp4FusedMoE):
     """Experts of a ModelOpt checkpoint. Where we do not serve, an instance is vLLM's own method."""
-
-    names = MODELOPT
 
     def __new__(cls, quant_config: ModelOptNvFp4Config, moe_config: FusedMoEConfig) -> Any:
         why = experts_not_served(moe_config)
@@ -202,7 +104,7 @@ class ModelOptNVFP4TensorExperts(_Experts, ModelOptNvFp4FusedMoE):
         if not why and quant_config.group_size != BLOCK:
             why = f"group_size {quant_config.group_size} is not {BLOCK}"
         if why:
-            tell(why)
+            tell(logger, why, "experts")
             return ModelOptNvFp4FusedMoE(quant_config, moe_config)
         return super().__new__(cls)
 
@@ -219,7 +121,7 @@ class CompressedTensorsNVFP4TensorExperts(_Experts, _CompressedTensorsExperts):
 
     def __new__(cls, moe: FusedMoEConfig, layer_name: str | None = None, use_a16: bool = False) -> Any:
         if why := experts_not_served(moe):
-            tell(why)
+            tell(logger, why, "experts")
             return _CompressedTensorsExperts(moe, layer_name, use_a16)
         return super().__new__(cls)
 

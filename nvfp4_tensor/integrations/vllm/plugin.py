@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import vllm
@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from nvfp4_tensor import __version__
-from nvfp4_tensor.integrations.serving import SETTING, Setting, setting
+from nvfp4_tensor.integrations.serving import SETTING, Setting, other_arguments, setting, why_not
 
 WRITTEN_FOR = "0.33."
 ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}
@@ -35,14 +35,14 @@ def install() -> str:
     _enter_hash()
     if setting() is Setting.OFF:
         return ""
-    if found := list(differences()):
-        return f"{'; '.join(found)}. This plug-in was written for vLLM {WRITTEN_FOR}x: set {SETTING}=0 to silence this"
+    if why := why_not(differences(), f"vLLM {WRITTEN_FOR}x"):
+        return why
     # These modules read names of vLLM's that were just checked.
     from nvfp4_tensor.integrations.vllm import experts, linears
 
     register_quantization_config("compressed-tensors")(linears.NVFP4TensorCompressedTensorsConfig)
     for algorithm, activations in ALGORITHMS.items():
-        modelopt.LINEAR_METHOD_BUILDERS[algorithm] = linears.Builder(algorithm, activations)
+        modelopt.LINEAR_METHOD_BUILDERS[algorithm] = functools.partial(linears.build, algorithm, activations)
     modelopt.ModelOptNvFp4FusedMoE = experts.ModelOptNVFP4TensorExperts  # of mixed precision
     modelopt.ModelOptNvFp4Config.FusedMoEMethodCls = experts.ModelOptNVFP4TensorExperts
     ct_experts.CompressedTensorsW4A4Nvfp4MoEMethod = experts.CompressedTensorsNVFP4TensorExperts
@@ -59,45 +59,34 @@ def differences() -> Iterator[str]:
     """Yield what the plug-in relies on and this vLLM does not have."""
     if not vllm.__version__.startswith(WRITTEN_FOR):
         yield f"this is vLLM {vllm.__version__}"
-    yield from _other_arguments("modelopt.resolve", getattr(modelopt, "resolve", None), ["algo", "subcfg", "prefix"])
     builders = getattr(modelopt, "LINEAR_METHOD_BUILDERS", None)
     if not isinstance(builders, dict):
         yield "modelopt has no LINEAR_METHOD_BUILDERS"
     elif taken := sorted(set(builders) & set(ALGORITHMS)):
         yield f"another plug-in serves {', '.join(taken)}"
     for owner, names in _NAMES:
-        for name in names:
+        for name in names.split():
             if not hasattr(owner, name):
                 yield f"{owner.__name__} has no {name}"
-    create = ["self", "layer", "input_size_per_partition", "output_partition_sizes", "input_size", "output_size"]
+    ct_method = ct_experts.CompressedTensorsW4A4Nvfp4MoEMethod
     for what, function, arguments in (
-        ("create_weights of linears", linear.LinearMethodBase.create_weights, create),
-        ("apply of linears", linear.LinearMethodBase.apply, ["self", "layer", "x", "bias"]),
-        ("get_quant_method", ct.CompressedTensorsConfig.get_quant_method, ["self", "layer", "prefix"]),
+        ("modelopt.resolve", getattr(modelopt, "resolve", None), "algo subcfg prefix"),
+        ("create_weights of linears", linear.LinearMethodBase.create_weights, _CREATE),
+        ("apply of linears", linear.LinearMethodBase.apply, "self layer x bias"),
+        ("get_quant_method", ct.CompressedTensorsConfig.get_quant_method, "self layer prefix"),
         ("apply of experts", FusedMoEMethodBase.apply, _APPLY_EXPERTS),
-        ("ModelOpt's experts", modelopt.ModelOptNvFp4FusedMoE.__init__, ["self", "quant_config", "moe_config"]),
-        (
-            "compressed-tensors's experts",
-            ct_experts.CompressedTensorsW4A4Nvfp4MoEMethod.__init__,
-            ["self", "moe", "layer_name", "use_a16"],
-        ),
+        ("ModelOpt's experts", modelopt.ModelOptNvFp4FusedMoE.__init__, "self quant_config moe_config"),
+        ("compressed-tensors's experts", ct_method.__init__, "self moe layer_name use_a16"),
     ):
-        yield from _other_arguments(what, function, arguments)
+        yield from other_arguments(what, function, arguments)
 
 
-_APPLY_EXPERTS = ["self", "layer", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input"]
-
-_NAMES: Sequence[tuple[Any, Sequence[str]]] = (
-    (vllm.envs, ["environment_variables", "compile_factors"]),
-    (modelopt, ["ModelOptLinearMethod", "build_linear_method", "ModelOptNvFp4Config", "ModelOptNvFp4FusedMoE"]),
-    (modelopt.ModelOptNvFp4Config, ["FusedMoEMethodCls"]),
-    (ct.CompressedTensorsConfig, ["get_scheme_dict", "_is_nvfp4_format", "get_quant_method"]),
-    (linear, ["LinearMethodBase", "register_weight_loader_v2_supported_method"]),
+_CREATE = "self layer input_size_per_partition output_partition_sizes input_size output_size"
+_APPLY_EXPERTS = "self layer x topk_weights topk_ids shared_experts shared_experts_input"
+_NAMES: Sequence[tuple[Any, str]] = (
+    (vllm.envs, "environment_variables compile_factors"),
+    (modelopt, "ModelOptLinearMethod build_linear_method ModelOptNvFp4Config ModelOptNvFp4FusedMoE"),
+    (modelopt.ModelOptNvFp4Config, "FusedMoEMethodCls"),
+    (ct.CompressedTensorsConfig, "get_scheme_dict _is_nvfp4_format get_quant_method"),
+    (linear, "LinearMethodBase register_weight_loader_v2_supported_method"),
 )
-
-
-def _other_arguments(what: str, function: Callable[..., Any] | None, expected: list[str]) -> Iterator[str]:
-    """Yield a line if the function does not begin with the expected arguments."""
-    found = [] if function is None else list(inspect.signature(function).parameters)
-    if found[: len(expected)] != expected:
-        yield f"{what} takes {', '.join(found) or 'nothing'} in place of {', '.join(expected)}"

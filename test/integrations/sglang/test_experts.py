@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from helpers.served_weights import rounded, tensors_of
 from torch.nn.functional import relu, silu
 
-from nvfp4_tensor import fake_quantize, quantize
-from nvfp4_tensor.checkpoints import parts_of
+from nvfp4_tensor import quantize
 from nvfp4_tensor.integrations import loading, serving
 
 pytest.importorskip("sglang", reason="pip install '.[serve-test-sglang]' in an environment of its own")
@@ -79,23 +79,12 @@ def weights(gated=True):
     ]
 
 
-def tensors_of(kind, shard, weight):
-    parts = parts_of(weight)
-    if not kind.startswith("nvfp4"):
-        found = {"weight": parts.qdata, "weight_scale": parts.scale, "weight_scale_2": parts.per_tensor_scale}
-        return found | {"input_scale": torch.tensor(INPUT_SCALES[shard])}
-    found = {
-        "weight_packed": parts.qdata, "weight_scale": parts.scale,
-        "weight_global_scale": parts.per_tensor_scale.reciprocal().reshape(1),
-    }  # fmt: skip
-    return found | ({"input_global_scale": torch.tensor([1 / INPUT_SCALES[shard]])} if kind == "nvfp4" else {})
-
-
 def fill(layer, kind, given, without=()):
     for expert, shards in enumerate(given):
         for shard, weight in shards.items():
             which = "w2" if shard == "w2" else "w13"
-            for name, tensor in tensors_of(kind, shard, weight).items():
+            scale = None if kind == "nvfp4a16" else INPUT_SCALES[shard]
+            for name, tensor in tensors_of(weight, kind.startswith("nvfp4"), scale).items():
                 if (expert, shard, name) in without:
                     continue
                 parameter = getattr(layer, f"{which}_{name}")
@@ -122,10 +111,7 @@ def expected(kind, given, x, ids, factors):
     """The same in float64; each step of activations rounded as the layer rounds it."""
 
     def values(x, shard):
-        if "16" in kind:
-            return x.double()
-        amax = torch.tensor(INPUT_SCALES[shard]) * 2688
-        return fake_quantize(x, amax=amax, dtype=torch.float32).double()
+        return rounded(x, "dense" if "16" in kind else "static", INPUT_SCALES[shard])
 
     y = torch.zeros(len(x), HIDDEN, dtype=torch.float64)
     for token in range(len(x)):
@@ -173,10 +159,9 @@ def test_experts_without_gates(kind):
 
 @pytest.mark.parametrize("kind", ["NVFP4", "nvfp4"])
 def test_a_missing_expert_is_refused(kind):
-    codes = "weight_packed" if kind == "nvfp4" else "weight"
-    factor = "weight_global_scale" if kind == "nvfp4" else "weight_scale_2"
-    for name, message in ((codes, "not loaded for all of 4 experts"), (factor, "not loaded"), ("weight_scale", "")):
-        with pytest.raises(ValueError, match=message or "were not loaded"):
+    names = ("weight_packed", "weight_global_scale") if kind == "nvfp4" else ("weight", "weight_scale_2")
+    for name in (*names, "weight_scale"):
+        with pytest.raises(ValueError, match=f"w13_{name} was not loaded for all of 4 experts"):
             fill(layer_of(kind), kind, weights(), without=[(2, "w3", name)])
 
 
@@ -192,7 +177,7 @@ def test_loading_into_a_served_layer_is_refused():
     layer = layer_of("NVFP4")
     parameter = layer.w13_weight
     fill(layer, "NVFP4", weights())
-    codes = parts_of(weights()[0]["w1"]).qdata
+    codes = weights()[0]["w1"].qdata
     with pytest.raises(RuntimeError, match="start SGLang again"):
         parameter.weight_loader(parameter, codes, "experts.w13_weight", shard_id="w1", expert_id=0)
 
@@ -221,7 +206,7 @@ def test_processes_that_stay_with_sglang(monkeypatch, field, value, reason):
     found = RuntimeContext.config_leaf
     monkeypatch.setattr(RuntimeContext, "config_leaf", lambda self, name: value if name == field else found(self, name))
     said = []
-    monkeypatch.setattr(experts, "tell", lambda why, what: said.append((why, what)))
+    monkeypatch.setattr(experts, "tell", lambda _, why, what: said.append((why, what)))
     assert not layer_of("nvfp4a16").method.served
     assert said == [(experts.process_not_served(), "experts")] and reason in said[0][0]
 
@@ -241,7 +226,7 @@ def test_a_subclass_of_sglangs_own_stays_sglangs(monkeypatch):
     """Its other methods expect the parameters of SGLang's kernels."""
     from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
 
-    original = ModelOptNvFp4FusedMoEMethod.__mro__[2]
+    original = ModelOptNvFp4FusedMoEMethod.__bases__[1]
     monkeypatch.setattr(original, "__init__", lambda self, config: None)  # it asks for backends
     assert not type("Own", (ModelOptNvFp4FusedMoEMethod,), {})(config_of("NVFP4")).served
 

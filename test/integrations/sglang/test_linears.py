@@ -5,17 +5,17 @@ Its engine does not run here: its compiled packages are not used.
 
 import pytest
 import torch
+from helpers.served_weights import INPUT_SCALE, decoded, error_by_column, rounded, tensors_of, weights_of
 
-from nvfp4_tensor import fake_quantize, quantize
-from nvfp4_tensor.checkpoints import parts_of
 from nvfp4_tensor.integrations import serving
 from nvfp4_tensor.integrations import sglang as ours
 
 pytest.importorskip("sglang", reason="pip install '.[serve-test-sglang]' in an environment of its own")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-HIDDEN, RATIOS, INPUT_SCALE = 64, (1.0, 700.0, 0.02), 0.0015
+HIDDEN, ROWS = 64, (64, 32, 32)
 KINDS = ["NVFP4", "W4A16_NVFP4", "nvfp4", "nvfp4a16"]
+"""Of ModelOpt, and of compressed-tensors."""
 
 
 def method_of(kind):
@@ -32,40 +32,29 @@ def method_of(kind):
     return getattr(modelopt_quant, names[kind])(config)
 
 
-def tensors_of(weight, kind):
-    """Return a weight's tensors by the names of a checkpoint."""
-    parts = parts_of(weight)
-    if not kind.startswith("nvfp4"):
-        found = {"weight": parts.qdata, "weight_scale": parts.scale, "weight_scale_2": parts.per_tensor_scale}
-        return found | {"input_scale": torch.tensor(INPUT_SCALE)}
-    found = {"weight_packed": parts.qdata, "weight_scale": parts.scale}
-    found["weight_global_scale"] = parts.per_tensor_scale.reciprocal().reshape(1)
-    return found | ({"input_global_scale": torch.tensor([1 / INPUT_SCALE])} if kind == "nvfp4" else {})
+def stored(weight, kind):
+    return tensors_of(weight, kind.startswith("nvfp4"), None if kind == "nvfp4a16" else INPUT_SCALE)
 
 
 def assert_products(forward, weights, kind):
-    """Compare the products of a layer with those of dense weights: fused weights have sizes far apart."""
+    """Compare the products of a layer with those of dense weights."""
     x = torch.randn(6, HIDDEN).bfloat16()
-    amax = torch.tensor(INPUT_SCALE) * 2688
-    values = x.float() if "16" in kind else fake_quantize(x, amax=amax, dtype=torch.float32)
-    expected = values.double() @ torch.cat([w.dequantize(torch.float32) for w in weights]).double().t()
-    assert ((forward(x).double() - expected).abs().amax(0) / expected.abs().amax(0)).max() < 2**-8
+    expected = rounded(x, "dense" if "16" in kind else "static") @ decoded(weights).t()
+    assert error_by_column(forward(x), expected) < 2**-8
     return x
 
 
 class Fused(torch.nn.Module):
     """A linear whose parameters' loaders write rows of q, k and v."""
 
-    rows = (64, 32, 32)
-
     def __init__(self, kind):
         super().__init__()
         self.kind, self.method = kind, method_of(kind)
         options = {"params_dtype": torch.bfloat16, "weight_loader": self.load}
         if kind.startswith("nvfp4"):
-            self.method.create_weights(self, list(self.rows), HIDDEN, **options)
+            self.method.create_weights(self, list(ROWS), HIDDEN, **options)
         else:
-            self.method.create_weights(self, HIDDEN, list(self.rows), HIDDEN, sum(self.rows), **options)
+            self.method.create_weights(self, HIDDEN, list(ROWS), HIDDEN, sum(ROWS), **options)
 
     def load(self, parameter, loaded, shard):
         """What SGLang's v2 loaders of QKVParallelLinear do."""
@@ -73,12 +62,12 @@ class Fused(torch.nn.Module):
             parameter.load_qkv_weight(loaded, shard_id=shard, num_heads=1, shard_size=1, shard_offset=0)
             return
         index = "qkv".index(shard)
-        start = sum(self.rows[:index])
-        parameter.data[start : start + self.rows[index]].copy_(loaded)
+        start = sum(ROWS[:index])
+        parameter.data[start : start + ROWS[index]].copy_(loaded)
 
     def fill(self, weights, without=()):
         for shard, weight in zip("qkv", weights, strict=True):
-            for name, tensor in tensors_of(weight, self.kind).items():
+            for name, tensor in stored(weight, self.kind).items():
                 if (shard, name) not in without:
                     parameter = getattr(self, name)
                     parameter.weight_loader(parameter, tensor, shard)
@@ -91,11 +80,7 @@ class Fused(torch.nn.Module):
 
 
 def weights():
-    generator = torch.Generator().manual_seed(0)
-    return [
-        quantize((torch.randn(rows, HIDDEN, generator=generator) * ratio / 8).bfloat16())
-        for rows, ratio in zip(Fused.rows, RATIOS, strict=True)
-    ]
+    return weights_of(ROWS, HIDDEN)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,10 +110,10 @@ def test_sglangs_layers_and_loaders(kind, monkeypatch):
     monkeypatch.setattr(linear, "get_group_rank_size", lambda _: (0, 1))
     qkv = QKVParallelLinear(HIDDEN, 16, 4, 2, prefix="model.layers.0.self_attn.qkv_proj", **options)
     row = RowParallelLinear(HIDDEN, 80, prefix="model.layers.0.mlp.down_proj", **options)
-    down = quantize(torch.randn(80, HIDDEN).bfloat16())
+    (down,) = weights_of((80,), HIDDEN, (1.0,))
     for layer, parts, shards in ((qkv, weights(), "qkv"), (row, [down], (None,))):
         for shard, weight in zip(shards, parts, strict=True):
-            for name, tensor in tensors_of(weight, kind).items():
+            for name, tensor in stored(weight, kind).items():
                 parameter = getattr(layer, name)
                 parameter.weight_loader(parameter, tensor, *([] if shard is None else [shard]))
         layer.quant_method.process_weights_after_loading(layer)
@@ -147,7 +132,7 @@ def test_what_was_not_loaded_is_refused(kind):
 def test_setting_w4a16(kind, monkeypatch):
     monkeypatch.setenv(serving.SETTING, "w4a16")
     layer = Fused(kind).fill(weights())
-    assert layer.method.activations is serving.Activations.DENSE and not hasattr(layer, "nvfp4_amax")
+    assert layer.method.activations == {"": serving.Activations.DENSE} and not hasattr(layer, "nvfp4_amax")
 
 
 def test_sglang_looks_up_our_classes(plugin):

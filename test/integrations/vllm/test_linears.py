@@ -2,25 +2,21 @@
 
 import pytest
 import torch
+from helpers.served_weights import INPUT_SCALE, decoded, error_by_column, rounded, tensors_of, weights_of
 
-from nvfp4_tensor import QuantizeSpec, fake_quantize, quantize
-from nvfp4_tensor.checkpoints import parts_of
 from nvfp4_tensor.integrations import serving
 from nvfp4_tensor.integrations.serving import Activations
 
 pytest.importorskip("vllm", reason="pip install '.[serve-test]' in an environment of its own")
 
 HIDDEN, HEADS, KV_HEADS, HEAD = 64, 4, 2, 16
-RATIOS = (1.0, 700.0, 0.02)
-INPUT_SCALE = 0.0015
-
 KINDS = {
-    "modelopt W4A16": ("modelopt", "W4A16_NVFP4", None),
-    "modelopt W4A4 static": ("modelopt", "NVFP4", INPUT_SCALE),
-    "modelopt W4A4 dynamic": ("modelopt", "NVFP4", None),
-    "compressed-tensors W4A16": ("compressed-tensors", "NVFP4A16", None),
-    "compressed-tensors W4A4 static": ("compressed-tensors", "NVFP4", INPUT_SCALE),
-    "compressed-tensors W4A4 dynamic": ("compressed-tensors", "NVFP4", None),
+    "modelopt W4A16": ("modelopt", "W4A16_NVFP4", "dense"),
+    "modelopt W4A4 static": ("modelopt", "NVFP4", "static"),
+    "modelopt W4A4 dynamic": ("modelopt", "NVFP4", "dynamic"),
+    "compressed-tensors W4A16": ("compressed-tensors", "NVFP4A16", "dense"),
+    "compressed-tensors W4A4 static": ("compressed-tensors", "NVFP4", "static"),
+    "compressed-tensors W4A4 dynamic": ("compressed-tensors", "NVFP4", "dynamic"),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -45,47 +41,15 @@ def config_of(kind, **changes):
     )
 
 
-def tensors_of(weight, kind, input_scale):
-    """Return a weight's tensors by the names of a checkpoint."""
-    parts = parts_of(weight)
-    if KINDS[kind][0] == "modelopt":
-        found = {
-            "weight": parts.qdata, "weight_scale": parts.scale, "weight_scale_2": parts.per_tensor_scale,
-        }  # fmt: skip
-        return found if input_scale is None else {**found, "input_scale": torch.tensor(input_scale)}
-    found = {
-        "weight_packed": parts.qdata,
-        "weight_scale": parts.scale,
-        "weight_global_scale": parts.per_tensor_scale.reciprocal().reshape(1),
-    }
-    return found if input_scale is None else {**found, "input_global_scale": torch.tensor([1 / input_scale])}
-
-
-def load(layer, weights, kind, shards="qkv", input_scales=None):
-    """Fill a layer by vLLM's weight loaders."""
-    parameters = dict(layer.named_parameters())
-    for i, (shard, weight) in enumerate(zip(shards, weights, strict=True)):
-        scale = KINDS[kind][2] if input_scales is None else input_scales[i]
-        for name, tensor in tensors_of(weight, kind, scale).items():
-            parameter = parameters[name]
-            arguments = (parameter, tensor) if shard is None else (parameter, tensor, shard)
-            parameter.weight_loader(*arguments)
-    return layer
-
-
 def served(layer, weights, kind, shards="qkv", input_scales=None):
-    """Return a layer that is loaded and made ready."""
-    load(layer, weights, kind, shards, input_scales)
+    """Return a layer that vLLM's loaders have filled, made ready."""
+    parameters, (method, _, activations) = dict(layer.named_parameters()), KINDS[kind]
+    for i, (shard, weight) in enumerate(zip(shards, weights, strict=True)):
+        scale = (INPUT_SCALE if activations == "static" else None) if input_scales is None else input_scales[i]
+        for name, tensor in tensors_of(weight, method != "modelopt", scale).items():
+            parameters[name].weight_loader(parameters[name], tensor, *([] if shard is None else [shard]))
     layer.quant_method.process_weights_after_loading(layer)
     return layer
-
-
-def weights_of(rows, columns, ratios, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        quantize((torch.randn(n, columns, generator=generator) * ratio / columns**0.5).bfloat16())
-        for n, ratio in zip(rows, ratios, strict=True)
-    ]
 
 
 def rows_of(name, kind, rows=80, columns=HIDDEN, ignore=("lm_head",), **options):
@@ -107,37 +71,23 @@ def qkv(kind, bias=False):
     )  # fmt: skip
 
 
-def qkv_weights(ratios=RATIOS):
-    return weights_of((64, 32, 32), HIDDEN, ratios)
+def qkv_weights(**options):
+    return weights_of((64, 32, 32), HIDDEN, **options)
 
 
 def layers(kind):
     """Yield (layer, weights, shard ids) of each class of linears."""
     yield qkv(kind), qkv_weights(), "qkv"
     options = {"rows": [48, 48], "prefix": "model.layers.0.mlp.gate_up_proj"}
-    yield rows_of("MergedColumnParallelLinear", kind, **options), weights_of((48, 48), HIDDEN, RATIOS[:2]), (0, 1)
+    yield rows_of("MergedColumnParallelLinear", kind, **options), weights_of((48, 48), HIDDEN, (1.0, 700.0)), (0, 1)
     if "modelopt" in kind:  # weights that are fused in the file
         yield rows_of("MergedColumnParallelLinear", kind, **options), weights_of((96,), HIDDEN, (1.0,)), (None,)
     for name in ("ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear"):
         yield rows_of(name, kind), weights_of((80,), HIDDEN, (3.0,)), (None,)
 
 
-def rounded(x, kind, amax):
-    """Return the activations that products multiply, float32."""
-    if "W4A16" in kind:
-        return x.float()
-    return fake_quantize(x, QuantizeSpec(row_scaled=amax is None), amax=amax, dtype=torch.float32)
-
-
-def error_by_row(got, expected):
-    """Return the largest error of each output by its own size: fused weights have sizes far apart."""
-    return ((got.double() - expected).abs().amax(0) / expected.abs().amax(0)).max().item()
-
-
 def mirror(x, weights, kind):
-    _, _, scale = KINDS[kind]
-    dense = torch.cat([weight.dequantize(torch.float32) for weight in weights]).double()
-    return rounded(x, kind, None if scale is None else torch.tensor(scale) * 2688).double() @ dense.t()
+    return rounded(x, KINDS[kind][2]) @ decoded(weights).t()
 
 
 def ours():
@@ -153,7 +103,7 @@ def test_each_class_of_linears(kind):
         served(layer, weights, kind, shards)
         x = torch.randn(6, HIDDEN).bfloat16()
         before, addresses = layer(x)[0], {name: p.data_ptr() for name, p in layer.named_parameters()}
-        assert error_by_row(before, mirror(x, weights, kind)) < 2**-8, type(layer).__name__
+        assert error_by_column(before, mirror(x, weights, kind)) < 2**-8, type(layer).__name__
         assert torch.equal(ours().weight_of(layer).qdata, torch.cat([weight.qdata for weight in weights]))
         for name in ("weight_scale", "weight_scale_2", "weight_packed", "weight_global_scale"):
             assert not hasattr(layer, name)
@@ -162,40 +112,16 @@ def test_each_class_of_linears(kind):
         assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
 
 
-@pytest.mark.parametrize("kind", ["modelopt W4A16", "compressed-tensors W4A16"])
-def test_vllm_itself_is_wrong_where_fused_scales_differ(kind, monkeypatch):
-    """Its own methods keep the largest factor, resp. the largest divisor, of q, k and v."""
-    from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
-    from vllm.model_executor.layers.quantization import modelopt
-    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4 as ct
-    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
-
-    kernel = EmulationNvFp4LinearKernel(None)
-    monkeypatch.setattr(modelopt, "select_linear_kernel", lambda *_, **__: kernel)
-    monkeypatch.setattr(ct, "init_nvfp4_linear_kernel", lambda **_: kernel)
-    monkeypatch.setattr(serving, "cannot_serve", lambda *_: "for this test")
-    layer, weights = served(qkv(kind), qkv_weights(), kind), qkv_weights()
-    assert not isinstance(layer.quant_method, ours().NVFP4TensorLinearMethod)
-    fields = layer.weight, layer.weight_scale, layer.weight_global_scale
-    theirs = dequantize_to_dtype(*fields, torch.float32, swizzle=False).split([64, 32, 32])
-    exact = [weight.dequantize(torch.float32) for weight in weights]
-    ratios = [t.norm() / e.norm() for t, e in zip(theirs, exact, strict=True)]
-    assert max(ratios) / min(ratios) > 1000  # off by the ratio of their scales
-    monkeypatch.undo()
-    mended = ours().weight_of(served(qkv(kind), weights, kind)).dequantize(torch.float32)
-    torch.testing.assert_close(mended, torch.cat(exact), rtol=3e-7, atol=0)
-
-
 @kinds
 def test_bias_shape_dtype_and_compilation(kind):
-    layer, weights, bias = qkv(kind, bias=True), qkv_weights((1.0, 2.0, 3.0)), torch.randn(128).bfloat16()
+    layer, weights, bias = qkv(kind, bias=True), qkv_weights(ratios=(1.0, 2.0, 3.0)), torch.randn(128).bfloat16()
     for shard, part in zip("qkv", bias.split([64, 32, 32]), strict=True):
         layer.bias.weight_loader(layer.bias, part, shard)
     served(layer, weights, kind)
     x = torch.randn(2, 3, HIDDEN).bfloat16()
     y = layer(x)[0]
     assert y.shape == (2, 3, 128) and y.dtype == torch.bfloat16
-    assert error_by_row(y.view(6, 128), mirror(x.view(6, HIDDEN), weights, kind) + bias.double()) < 2**-8
+    assert error_by_column(y.view(6, 128), mirror(x.view(6, HIDDEN), weights, kind) + bias.double()) < 2**-8
     assert layer(x[:0])[0].shape == (0, 3, 128)
     compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (2, 5):
@@ -215,22 +141,20 @@ def test_two_ranks(kind, monkeypatch):
     weights, (down,) = qkv_weights(), weights_of((80,), 96, (3.0,))
     x, x_down = torch.randn(6, HIDDEN).bfloat16(), torch.randn(6, 96).bfloat16()
     outputs, sums = [], torch.zeros(6, 80, dtype=torch.float64)
-    scale = KINDS[kind][2]
-    amax = None if scale is None else torch.tensor(scale) * 2688
     for rank in range(2):
         of_two_ranks(monkeypatch, rank)
         outputs.append(served(qkv(kind), weights, kind)(x)[0].split([32, 16, 16], dim=1))
         row = rows_of("RowParallelLinear", kind, columns=96, input_is_parallel=True, reduce_results=False)
         assert served(row, [down], kind, (None,)).weight.shape == (80, 24)
-        part = x_down[:, rank * 48 : rank * 48 + 48].contiguous()
+        columns = slice(rank * 48, rank * 48 + 48)
+        part = x_down[:, columns].contiguous()
         got = row(part)[0].double()
-        dense = down.dequantize(torch.float32)[:, rank * 48 : rank * 48 + 48].double()
-        assert error_by_row(got, rounded(part, kind, amax).double() @ dense.t()) < 2**-8
+        assert error_by_column(got, rounded(part, KINDS[kind][2]) @ decoded([down])[:, columns].t()) < 2**-8
         sums += got
     whole = torch.cat([torch.cat(part, dim=1) for part in zip(*outputs, strict=True)], dim=1)
-    assert error_by_row(whole, mirror(x, weights, kind)) < 2**-8
+    assert error_by_column(whole, mirror(x, weights, kind)) < 2**-8
     bound = 2**-7 if "dynamic" not in kind else 0.2  # a rank's part of a token has its own scale
-    assert error_by_row(sums, mirror(x_down, [down], kind)) < bound
+    assert error_by_column(sums, mirror(x_down, [down], kind)) < bound
     with pytest.raises(ValueError, match="fewer ranks"):
         rows_of("RowParallelLinear", kind, columns=48)
 
@@ -250,7 +174,7 @@ def test_different_input_scales(kind):
     """The largest serves all; some alone are refused."""
     layer = served(qkv(kind), qkv_weights(), kind, input_scales=[0.001, 0.004, 0.002])
     assert abs(layer.nvfp4_amax.item() / (0.004 * 2688) - 1) < 1e-6
-    with pytest.raises(ValueError, match="input scales are missing for some"):
+    with pytest.raises(ValueError, match="scale was not loaded, or only in part: calibrate"):
         served(qkv(kind), qkv_weights(), kind, input_scales=[INPUT_SCALE, INPUT_SCALE, None])
 
 
@@ -258,8 +182,8 @@ def test_different_input_scales(kind):
 def test_setting_w4a16_keeps_activations_dense(kind, monkeypatch):
     monkeypatch.setenv(serving.SETTING, "w4a16")
     layer, x = served(qkv(kind), qkv_weights(), kind), torch.randn(6, HIDDEN).bfloat16()
-    assert layer.quant_method.activations is Activations.DENSE and not hasattr(layer, "nvfp4_amax")
-    assert error_by_row(layer(x)[0], mirror(x, qkv_weights(), "modelopt W4A16")) < 2**-8
+    assert layer.quant_method.activations == {"": Activations.DENSE} and not hasattr(layer, "nvfp4_amax")
+    assert error_by_column(layer(x)[0], mirror(x, qkv_weights(), "modelopt W4A16")) < 2**-8
 
 
 @kinds
@@ -287,7 +211,7 @@ def test_ignored_layers_and_heads(kind):
     head, weights, x = ParallelLMHead(90, HIDDEN, **options), weights_of((90,), HIDDEN, (1.0,)), torch.randn(4, HIDDEN)
     y = served(head, weights, kind, (None,)).quant_method.apply(head, x.bfloat16())
     assert y.shape == (4, 128) and not y[:, 90:].any()
-    assert error_by_row(y[:, :90], mirror(x.bfloat16(), weights, kind)) < 2**-8
+    assert error_by_column(y[:, :90], mirror(x.bfloat16(), weights, kind)) < 2**-8
     embedding = VocabParallelEmbedding(96, HIDDEN, params_dtype=torch.bfloat16, quant_config=None)
     tied = ParallelLMHead(96, HIDDEN, **options).tie_weights(embedding)
     with pytest.raises(ValueError, match="tied"):
@@ -318,7 +242,7 @@ def test_a_model_with_loaders_of_its_own():
             getattr(layer, name).weight_loader = lambda parameter, loaded: parameter.data.copy_(loaded)
         return layer
 
-    assert error_by_row(served(make(), [weight], kind, (None,))(x)[0], mirror(x, [weight], kind)) < 2**-8
+    assert error_by_column(served(make(), [weight], kind, (None,))(x)[0], mirror(x, [weight], kind)) < 2**-8
     lacking = make()
     lacking.weight_scale_2.weight_loader(lacking.weight_scale_2, weight.per_tensor_scale)
     with pytest.raises(ValueError, match="block scales were not loaded"):
@@ -336,14 +260,3 @@ def test_loading_into_a_served_layer_is_refused(kind):
     else:
         assert not hasattr(layer, "weight_packed") and not hasattr(layer.weight, "weight_loader")
     assert torch.equal(layer.weight, before)
-
-
-@kinds
-def test_dummy_weights_load(kind):
-    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
-
-    layer = qkv(kind)
-    for name, parameter in layer.named_parameters():
-        initialize_single_dummy_weight(parameter, name=name)
-    layer.quant_method.process_weights_after_loading(layer)
-    assert layer(torch.randn(2, HIDDEN).bfloat16())[0].isfinite().all()

@@ -168,7 +168,7 @@ def test_experts_with_static_activations(tmp_path, monkeypatch, missing):
         found.get("quantization_config", {}).pop("config_groups", None)
         (folder / file).write_text(json.dumps(found))
     if missing:
-        with pytest.raises(ValueError, match="input scales of w13 were not loaded for all of 4 experts"):
+        with pytest.raises(ValueError, match="w13_input_scale was not loaded for all of 4 experts"):
             serve(folder, monkeypatch)
         return
     served = serve(folder, monkeypatch)
@@ -216,7 +216,7 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path, monkeypatch, family, miss
     if again:
         served = serve(folder, monkeypatch)
     del tensors[missing]
-    with pytest.raises(ValueError, match=r"was not loaded|were not loaded"):
+    with pytest.raises(ValueError, match="was not loaded"):
         if again:
             served.reload(weights=iter(tensors.items()))
         else:
