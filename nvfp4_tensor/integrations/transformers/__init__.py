@@ -25,11 +25,10 @@ import nvfp4_tensor._compat.transformers_import  # noqa: F401
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 
 from nvfp4_tensor.generation.step import decode_natively
-from nvfp4_tensor.integrations.transformers.attach import attach_quantizer
 from nvfp4_tensor.integrations.transformers.compressed_tensors import read_compressed_tensors
 from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, ModelOptConfig, NVFP4TensorConfig
-from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer, config_of
-from nvfp4_tensor.integrations.transformers.hf_quant_config import read_hf_quant_config
+from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer, attach_quantizer
+from nvfp4_tensor.integrations.transformers.hf_quant_config import config_of, read_hf_quant_config
 from nvfp4_tensor.integrations.transformers.resuming import accept_checkpoint_names
 from nvfp4_tensor.integrations.transformers.saving import save
 from nvfp4_tensor.integrations.transformers.training_experts import train_experts

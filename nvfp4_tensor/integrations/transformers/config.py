@@ -154,11 +154,8 @@ def _plain(value: Any) -> Any:
 
 
 def _spec_to_dict(spec: QuantizeSpec) -> dict[str, Any]:
-    """Return the fields of a spec that differ from the default as JSON types; always include the ceiling."""
-    fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    plain = QuantizeSpec()
-    written = {name for name, value in fields.items() if value != getattr(plain, name)} | {"scale_ceiling"}
-    return {name: _plain(value) for name, value in fields.items() if name in written}
+    """Return the fields of a spec as JSON types."""
+    return {name: _plain(value) for name, value in dataclasses.asdict(spec).items()}
 
 
 def _config_of(fields: dict[str, Any]) -> NVFP4WeightOnlyConfig:

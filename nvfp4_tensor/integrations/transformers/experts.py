@@ -5,30 +5,22 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
-    ConversionOps,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
 )
-from transformers.quantizers import HfQuantizer
 
 from nvfp4_tensor.checkpoints.architectures import JOINED_AS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
-from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
-from nvfp4_tensor.checkpoints.models.origins import Origin, gather, shape_of
-from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
-from nvfp4_tensor.checkpoints.wrappers import View
-from nvfp4_tensor.integrations.transformers.quantizer import parameter_of, with_reason
+from nvfp4_tensor.checkpoints.models.origins import Origin, shape_of
 from nvfp4_tensor.quantization.conv1d import is_conv1d
 from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.quantization.names import natural, some
@@ -181,95 +173,12 @@ def _origin(
     return origin
 
 
+_EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
+_STACKED = ((MergeModulelist,), (MergeModulelist, Concatenate))
+
+
 def keep_origin(model: PreTrainedModel, parameter: str, origin: Origin) -> None:
     """Store the names in files of a parameter's weights, which are used when the model is saved."""
     path, _, name = parameter.rpartition(".")
     module = model.get_submodule(path)
     setattr(module, ORIGINS, {**getattr(module, ORIGINS, {}), name: dataclasses.asdict(origin)})
-
-
-_EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
-_STACKED = ((MergeModulelist,), (MergeModulelist, Concatenate))
-
-
-class DeserializeExperts(ConversionOps):
-    """Convert the plain tensors of a layer's experts to one NVFP4Tensor (E, N, K), and join dense ones as usual.
-
-    Attributes:
-        hf_quantizer: a quantizer; transformers does not cast the inputs of an operation that has one.
-        checkpoint: the source of the tensors.
-        origins: the names of experts in the checkpoint, by parameter of the model.
-        activations: whether to quantize activations if the checkpoint does.
-        usual: the converter of dense experts.
-    """
-
-    def __init__(
-        self,
-        hf_quantizer: HfQuantizer,
-        checkpoint: FolderCheckpoint,
-        origins: Mapping[str, Origin],
-        activations: bool,
-        usual: WeightConverter,
-    ) -> None:
-        self.hf_quantizer = hf_quantizer
-        self.checkpoint = checkpoint
-        self.origins = origins
-        self.activations = activations
-        self.usual = usual
-
-    def __deepcopy__(self, memo: dict) -> DeserializeExperts:
-        """Return the operation itself: transformers copies it for every parameter."""
-        return self
-
-    def converter(self, suffixes: Iterable[str]) -> WeightConverter:
-        """Return the converter that collects all tensors of each weight."""
-        sources = [re.sub("weight$", suffix, source) for source in self.usual.source_patterns for suffix in suffixes]
-        return self.usual.copy(sources, self.usual._original_target_patterns, operations=[self])
-
-    @with_reason
-    @torch.no_grad()
-    def convert(  # type: ignore[override]  # transformers passes only keyword arguments
-        self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
-    ) -> dict[str, Any]:
-        dtype = model.get_parameter(full_layer_name).dtype
-        if full_layer_name not in self.origins:
-            return self._as_usual(input_dict, dtype, model=model, full_layer_name=full_layer_name, **kwargs)
-        origin = self.origins[full_layer_name]
-        value, origin = gather(origin, _Collected(self.checkpoint, self._by_name(origin, input_dict)))
-        assert isinstance(value, LinearParts)
-        if not self.activations:
-            value = value.weight_only()
-        keep_origin(model, full_layer_name, origin)
-        return {full_layer_name: parameter_of(model, full_layer_name, tensor_of(value, dtype))}
-
-    def _as_usual(self, collected: dict[str, Any], dtype: torch.dtype, **kwargs: Any) -> dict[str, Any]:
-        collected = {source: [tensor.to(dtype) for tensor in tensors] for source, tensors in collected.items()}
-        patterns = {"source_patterns": self.usual.source_patterns, "target_patterns": self.usual.target_patterns}
-        for operation in self.usual.operations:
-            collected = operation.convert(collected, **{**kwargs, **patterns})
-        return collected
-
-    def _by_name(self, origin: Origin, collected: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Return the tensors by their names in the checkpoint. Collected tensors are in the order of experts."""
-        tensors = {}
-        for source, names in zip(self.usual.source_patterns, zip(*origin.groups, strict=True), strict=True):
-            stem = source.removesuffix("weight")
-            for pattern, each in collected.items():
-                key = pattern.removeprefix(stem)
-                if pattern.startswith(stem):
-                    for name, tensor in zip(names, each, strict=True):
-                        tensors[name.removesuffix("weight") + key] = tensor
-        return tensors
-
-
-class _Collected(View):
-    """A checkpoint some of whose tensors have already been read."""
-
-    source: FolderCheckpoint
-
-    def __init__(self, source: FolderCheckpoint, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(source)
-        self.tensors = tensors
-
-    def linear(self, name: str) -> LinearParts:
-        return self.source.decoded(name, self.tensors)

@@ -1,13 +1,15 @@
-"""from_pretrained of a checkpoint with NVFP4 weights."""
+"""from_pretrained of a checkpoint with NVFP4 weights; and models that were quantized in memory, as if loaded by it."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     ConversionOps,
@@ -16,32 +18,34 @@ from transformers.core_model_loading import (
     WeightTransform,
     apply_renamings,
 )
-from transformers.quantizers import HfQuantizer
 
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
-from nvfp4_tensor.checkpoints.models.origins import Origin
-from nvfp4_tensor.checkpoints.parts import tensor_of
-from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
-from nvfp4_tensor.integrations.transformers.experts import (
-    DeserializeExperts,
-    missing_joins,
-    quantized_origins,
-)
+from nvfp4_tensor.checkpoints.models.origins import Origin, gather
+from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
+from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
+from nvfp4_tensor.checkpoints.wrappers import View
+from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, ModelOptConfig
+from nvfp4_tensor.integrations.transformers.experts import keep_origin, missing_joins, quantized_origins
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.experts import is_transposed
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 class CheckpointQuantizer(NVFP4HfQuantizer):
-    """The quantizer of a CheckpointConfig, for all formats."""
+    """The quantizer of a CheckpointConfig, for all formats.
+
+    Attributes:
+        origins: by NVFP4 parameter, the weights of the checkpoint that it is made of.
+    """
 
     quantization_config: CheckpointConfig
 
     def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._operation: Deserialize | None = None
-        self._origins: dict[str, Origin] = {}
+        self.origins: dict[str, Origin] = {}
         self._joins: list[WeightConverter] = []
 
     def _process_model_before_weight_loading(
@@ -50,15 +54,14 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         if not checkpoint_files:
             raise ValueError("an NVFP4 checkpoint cannot be loaded from a state_dict: pass its folder")
         checkpoint = self.quantization_config.checkpoint_format.read(Path(checkpoint_files[0]).parent)
-        self._origins = quantized_origins(model, checkpoint)
+        self.origins = quantized_origins(model, checkpoint)
         self._joins = missing_joins(model, checkpoint.entries)
-        self.weights = set(self._origins)
+        self.weights = set(self.origins)
         for module in [module for path, module in model.named_modules() if f"{path}.weight" in self.weights]:
             as_linear(module)
-        stored = {name: origin.names[0] for name, origin in self._origins.items() if origin.is_whole}
-        self._operation = Deserialize(self, checkpoint, stored, self.quantization_config.quantize_activations)
+        self._operation = Deserialize(self, checkpoint)
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-        for name in stored.values():
+        for name in [origin.names[0] for origin in self.origins.values() if origin.is_whole]:
             for full, key in self.quantization_config.keys_of(name).items():
                 self._operation.keys[apply_renamings(full, renamings)] = apply_renamings(name, renamings), key
         # Scales of an FP8 cache belong to no parameter of the model, and transformers' caches do not use them.
@@ -73,21 +76,20 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], model: PreTrainedModel
     ) -> list[WeightTransform]:
-        """Let converters that join experts also collect the tensors of NVFP4 weights."""
+        """Let converters that join weights also collect the tensors of NVFP4 weights."""
         conversions = [*weight_conversions, *self._joins]
-        return [self._expert_conversion(each) for each in conversions] + self.get_weight_conversions()
+        if not all(origin.is_whole for origin in self.origins.values()):
+            conversions = [self._with_tensors(each) for each in conversions]
+        return [*conversions, *self.get_weight_conversions()]
 
-    def _expert_conversion(self, conversion: WeightTransform) -> WeightTransform:
-        stacked = any(not origin.is_whole for origin in self._origins.values())
-        sources = conversion.source_patterns
-        if not (
-            stacked and isinstance(conversion, WeightConverter) and all(each.endswith("weight") for each in sources)
-        ):
-            return conversion
+    def _with_tensors(self, usual: WeightTransform) -> WeightTransform:
+        if not isinstance(usual, WeightConverter) or not all(each.endswith("weight") for each in usual.source_patterns):
+            return usual
         assert self._operation is not None
-        activations = self.quantization_config.quantize_activations
-        operation = DeserializeExperts(self, self._operation.checkpoint, self._origins, activations, conversion)
-        return operation.converter(self.quantization_config.tensor_names)
+        suffixes = self.quantization_config.tensor_names
+        sources = [re.sub("weight$", suffix, source) for source in usual.source_patterns for suffix in suffixes]
+        operation = Deserialize(self, self._operation.checkpoint, usual)
+        return usual.copy(sources, usual._original_target_patterns, operations=[operation])
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         conversions: Any = model._weight_conversions
@@ -99,10 +101,8 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
 
 
 def _for_saving(conversion: WeightTransform) -> list[WeightTransform]:
-    operations = getattr(conversion, "operations", ())
-    if any(isinstance(operation, Deserialize) for operation in operations):
-        return []
-    return [next((each.usual for each in operations if isinstance(each, DeserializeExperts)), conversion)]
+    ours = [each for each in getattr(conversion, "operations", ()) if isinstance(each, Deserialize)]
+    return [each.usual for each in ours if each.usual is not None] if ours else [conversion]
 
 
 class Tensors(WeightConverter):
@@ -118,22 +118,20 @@ class Tensors(WeightConverter):
 
 
 class Deserialize(ConversionOps):
-    """Convert the plain tensors of a weight to an NVFP4Tensor.
+    """Convert the plain tensors of a weight, or of those that are joined to a parameter, to an NVFP4Tensor.
 
     Attributes:
-        hf_quantizer: a quantizer; transformers does not cast the inputs of an operation that has one.
+        hf_quantizer: the quantizer; transformers does not cast the inputs of an operation that has one.
         checkpoint: the source of the tensors.
-        stored: the names of quantized weights in the checkpoint, by their names in the model.
-        activations: whether to quantize activations if the checkpoint does.
+        usual: the converter that joins dense weights to such a parameter; None for weights that are not joined.
         keys: (weight name, tensor name) by the full name of each tensor, after the model's renamings, which run first.
     """
 
     def __init__(
-        self, hf_quantizer: HfQuantizer, checkpoint: FolderCheckpoint, stored: dict[str, str], activations: bool
+        self, hf_quantizer: CheckpointQuantizer, checkpoint: FolderCheckpoint, usual: WeightConverter | None = None
     ) -> None:
+        self.hf_quantizer, self.checkpoint, self.usual = hf_quantizer, checkpoint, usual
         self.keys: dict[str, tuple[str, str]] = {}
-        self.hf_quantizer, self.checkpoint = hf_quantizer, checkpoint
-        self.stored, self.activations = stored, activations
 
     def __deepcopy__(self, memo: dict) -> Deserialize:
         """Return the operation itself: transformers copies it for every weight."""
@@ -143,37 +141,80 @@ class Deserialize(ConversionOps):
     @torch.no_grad()
     def convert(  # type: ignore[override]  # transformers passes only keyword arguments
         self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
-    ) -> dict[str, Tensor]:
-        module, _, name = full_layer_name.rpartition(".")
-        holder = model.get_submodule(module)
-        dtype = getattr(holder, name).dtype
-        stored = self.stored[full_layer_name]
-        prefix = stored[: stored.rfind(".") + 1]
-        tensors = {f"{prefix}{key}": tensors[0] for key, tensors in input_dict.items()}
-        weight = tensor_of(self.checkpoint.decoded(stored, tensors), dtype)
-        if is_transposed(holder):
+    ) -> dict[str, Any]:
+        dtype = model.get_parameter(full_layer_name).dtype
+        if full_layer_name not in self.hf_quantizer.origins:
+            return self._as_usual(input_dict, dtype, model=model, full_layer_name=full_layer_name, **kwargs)
+        origin = self.hf_quantizer.origins[full_layer_name]
+        parts, origin = gather(origin, _Collected(self.checkpoint, self._by_name(origin, input_dict)))
+        assert isinstance(parts, LinearParts)
+        if not self.hf_quantizer.quantization_config.quantize_activations:
+            parts = parts.weight_only()
+        weight = tensor_of(parts, dtype)
+        if is_transposed(model.get_submodule(full_layer_name.rpartition(".")[0])):
             weight = weight.transpose(-2, -1)
-        if not self.activations:
-            weight = weight._replace(activation_spec=None, activation_amax=None)
+        if not origin.is_whole:
+            keep_origin(model, full_layer_name, origin)
         return {full_layer_name: parameter_of(model, full_layer_name, weight)}
 
+    def _as_usual(self, collected: dict[str, Any], dtype: torch.dtype, **kwargs: Any) -> dict[str, Any]:
+        assert self.usual is not None
+        collected = {source: [tensor.to(dtype) for tensor in tensors] for source, tensors in collected.items()}
+        patterns = {"source_patterns": self.usual.source_patterns, "target_patterns": self.usual.target_patterns}
+        for operation in self.usual.operations:
+            collected = operation.convert(collected, **{**kwargs, **patterns})
+        return collected
 
-def config_of(path: str | Path, **kwargs: Any) -> PretrainedConfig:
-    """Return the config of a ModelOpt checkpoint whose quantization is described only in hf_quant_config.json.
+    def _by_name(self, origin: Origin, collected: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        """Return the tensors by their names in the checkpoint. Collected tensors are in the order of experts."""
+        if self.usual is None:
+            path = origin.names[0][: origin.names[0].rfind(".") + 1]
+            return {f"{path}{key}": tensors[0] for key, tensors in collected.items()}
+        found: dict[str, Tensor] = {}
+        for source, names in zip(self.usual.source_patterns, zip(*origin.groups, strict=True), strict=True):
+            stem = source.removesuffix("weight")
+            for pattern, tensors in collected.items():
+                if pattern.startswith(stem):
+                    key = pattern.removeprefix(stem)
+                    found |= {n.removesuffix("weight") + key: t for n, t in zip(names, tensors, strict=True)}
+        return found
 
-    Args:
-        path: the folder of the checkpoint.
-        kwargs: arguments of AutoConfig.from_pretrained.
 
-    Example::
+class _Collected(View):
+    """A checkpoint some of whose tensors have already been read."""
 
-        model = AutoModelForCausalLM.from_pretrained(path, config=nvfp4.config_of(path))
+    source: FolderCheckpoint
+
+    def __init__(self, source: FolderCheckpoint, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(source)
+        self.tensors = tensors
+
+    def linear(self, name: str) -> LinearParts:
+        return self.source.decoded(name, self.tensors)
+
+
+def attach_quantizer(model: PreTrainedModel) -> PreTrainedModel:
+    """Attach a quantizer to a model whose NVFP4 weights were set by ``quantize_``, ``calibrate`` or ``load``.
+
+    Afterwards, ``save_pretrained``, ``dequantize``, peft and Trainer treat it like a model from ``from_pretrained``.
+
+    Returns:
+        The model.
 
     Raises:
-        ValueError: neither config.json nor hf_quant_config.json describes a quantization, or it is not NVFP4.
+        ValueError: the model has no NVFP4 weights.
     """
-    config = AutoConfig.from_pretrained(path, **kwargs)
-    if getattr(config, "quantization_config", None) is None:
-        found = modelopt.FORMAT.quantization(Path(path), {})
-        config.quantization_config = {**found, "quant_method": "modelopt"}
-    return config
+    checkpoint = ModelCheckpoint(model, {})
+    names = {name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)}
+    if not names:
+        raise ValueError("the model has no NVFP4 weights: call quantize_(model, NVFP4WeightOnlyConfig()) first")
+    config = ModelOptConfig(**modelopt.flat_config(checkpoint))
+    quantizer = CheckpointQuantizer(config, pre_quantized=True)
+    quantizer.weights, quantizer.knows_specs = names, True
+    attributes: Any = model
+    attributes.hf_quantizer = quantizer
+    attributes.quantization_method = config.quant_method
+    attributes.is_quantized = True
+    attributes.config.quantization_config = config
+    attributes.config._is_quantized = True
+    return model

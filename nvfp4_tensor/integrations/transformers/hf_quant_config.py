@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import cached_file
 
 from nvfp4_tensor.checkpoints.formats import modelopt
@@ -55,3 +55,23 @@ def _quantization(path: Any, commit: str | None, where: dict[str, Any]) -> dict[
     except ValueError:  # FP8 and others, which are not ours
         return None
     return {**found, "quant_method": "modelopt"}
+
+
+def config_of(path: str | Path, **kwargs: Any) -> PretrainedConfig:
+    """Return the config of a ModelOpt checkpoint whose quantization is described only in hf_quant_config.json.
+
+    Args:
+        path: the folder of the checkpoint.
+        kwargs: arguments of AutoConfig.from_pretrained.
+
+    Example::
+
+        model = AutoModelForCausalLM.from_pretrained(path, config=nvfp4.config_of(path))
+
+    Raises:
+        ValueError: neither config.json nor hf_quant_config.json describes a quantization, or it is not NVFP4.
+    """
+    config = AutoConfig.from_pretrained(path, **kwargs)
+    if getattr(config, "quantization_config", None) is None:
+        config.quantization_config = {**modelopt.FORMAT.quantization(Path(path), {}), "quant_method": "modelopt"}
+    return config

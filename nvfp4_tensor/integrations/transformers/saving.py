@@ -95,16 +95,15 @@ def checkpoint_of(
     model: PreTrainedModel, weight_only: bool = False, mismatched_scales: MismatchedScales = "requantize"
 ) -> Checkpoint:
     """Return the model as a checkpoint, with one per-tensor scale for linears that servers fuse."""
-    source: Any = _offloaded_state_dict(model) or model
-    checkpoint: Checkpoint = ModelCheckpoint(source, {}, mismatched_scales)
+    checkpoint: Checkpoint = ModelCheckpoint(_with_values(model), {}, mismatched_scales)
     return WeightOnly(checkpoint) if weight_only else checkpoint
 
 
-def _offloaded_state_dict(model: PreTrainedModel) -> dict[str, Tensor] | None:
-    """Return the state dict of a model with parameters offloaded by accelerate, or None if there are none."""
+def _with_values(model: PreTrainedModel) -> Any:
+    """Return the model, or its state dict if accelerate has offloaded some of its parameters."""
     state = model.state_dict(keep_vars=True)
     if not any(tensor.is_meta for tensor in state.values()):
-        return None
+        return model
     return {n: load_offloaded_parameter(model, n) if tensor.is_meta else tensor for n, tensor in state.items()}
 
 
@@ -174,10 +173,7 @@ class _NamedAsInFiles(View):
 
 def _dense_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors that are not NVFP4. A tensor with several names has the first one, as in a checkpoint."""
-    tensors: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in (_offloaded_state_dict(model) or model.state_dict(keep_vars=True)).items():
-        if id(tensor) not in seen and not isinstance(tensor, NVFP4Tensor):
-            tensors[name] = tensor.detach()
-        seen.add(id(tensor))
-    return tensors
+    source = _with_values(model)
+    state = source if isinstance(source, dict) else model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(state.items()) if not isinstance(tensor, NVFP4Tensor)}
+    return {name: tensor.detach() for name, tensor in state.items() if first.get(id(tensor)) == name}
