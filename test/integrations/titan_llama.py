@@ -1,4 +1,9 @@
-"""torchtitan's Trainer with its debug Llama, on CPU ranks started by :func:`helpers.run_ranks.run_ranks`."""
+"""torchtitan's Trainer with its debug Llama on CPU ranks, of :func:`helpers.run_ranks.run_ranks` or its own train.py.
+
+    PYTHONPATH=test torchrun --nproc-per-node 2 test/integrations/titan_llama.py \\
+        --module integrations.titan_llama --config debug_llama_on_cpu \\
+        --override.imports 'nvfp4_tensor.integrations.torchtitan.nvfp4_linear={"recipe":"nvidia"}'
+"""
 
 import json
 import os
@@ -87,9 +92,12 @@ def debug_llama_on_cpu():
     return debug_llama(os.environ["TITAN_FOLDER"], steps=6)
 
 
-def full_loss(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss gathered over all ranks of tensor parallelism."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
+def sum_by_gloo(trainer) -> None:
+    """Let FSDP2 sum gradients without a scale, which gloo does not have."""
+    for part in trainer.model_parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
 
 
 def losses_of(trainer, before_step=None) -> list[float]:
@@ -107,7 +115,9 @@ def losses_of(trainer, before_step=None) -> list[float]:
     for step in range(1, trainer.config.training.steps + 1):  # train() needs torch.distributed.set_timeout, after 2.13
         trainer.step = step
         trainer.train_step(batches)
-    summed = torch.stack([full_loss(loss.detach()).float() for loss in losses])
+    losses = [loss.detach() for loss in losses]  # under tensor parallelism, of all its ranks
+    losses = [loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses]
+    summed = torch.stack([loss.float() for loss in losses])
     if trainer.parallel_dims.dp_enabled:  # each rank's is a part of the whole's
         dist.all_reduce(summed, group=trainer.parallel_dims.get_mesh("batch").get_group())
     trainer.close()
@@ -121,9 +131,7 @@ def trained(folder, recipe, switch_at=None, tp=1, steps=10):
     config.override.imports = [(OVERRIDE, {"recipe": recipe})] if recipe else []
     trainer = config.build()
     (model,) = trainer.model_parts
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no sum that scales
+    sum_by_gloo(trainer)
 
     def before_step(step):
         if step == switch_at:
@@ -140,3 +148,25 @@ def refused(folder):
     config.override.imports = [(OVERRIDE, {})]
     with pytest.raises(ValueError, match="to spmd_types or partial_dtensor"):
         config.build()
+
+
+def main() -> None:
+    """Run torchtitan's own train.py."""
+    use_cpu()
+    from torchtitan.train import Trainer
+    from torchtitan.train import main as train_main
+
+    train = Trainer.train
+
+    def on_gloo(trainer):
+        sum_by_gloo(trainer)
+        if not hasattr(dist, "set_timeout"):  # torch 2.13
+            dist.set_timeout = lambda *args, **how: None
+        return train(trainer)
+
+    Trainer.train = on_gloo
+    train_main()
+
+
+if __name__ == "__main__":
+    main()

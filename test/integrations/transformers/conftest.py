@@ -4,10 +4,9 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.21")
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "initializer_range": 0.1,
-}  # fmt: skip
+from helpers.hub_models import SIZES  # noqa: E402
+
+from nvfp4_tensor.integrations import transformers as nvfp4  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -16,12 +15,22 @@ def quiet():
 
 
 @pytest.fixture
+def natively():
+    """Let our reader take checkpoints of compressed-tensors."""
+    nvfp4.read_compressed_tensors()
+    yield
+    nvfp4.read_compressed_tensors(natively=False)
+
+
+@pytest.fixture
 def llama(tmp_path):
     """Return make(**config changes), which returns (bfloat16 model, folder where it was saved)."""
 
     def make(**changes):
         torch.manual_seed(0)
-        config = transformers.LlamaConfig(**{**SIZES, "dtype": "bfloat16", "tie_word_embeddings": True, **changes})
+        sizes = {**SIZES, "intermediate_size": 176, "head_dim": None, "pad_token_id": None}
+        sizes |= {"tie_word_embeddings": True, **changes}
+        config = transformers.LlamaConfig(**sizes)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         for w in model.parameters():
             if w.dim() > 1:  # again, in float32: torch 2.11's normal numbers in bfloat16 all end at 3.3

@@ -1,26 +1,18 @@
 """from_pretrained of ModelOpt's and (opt-in) compressed-tensors' NVFP4 checkpoints keeps the bits of the files."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from helpers.checkpoint_folders import edit, edit_json
+from helpers.hub_models import from_pretrained, quantized
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
+from nvfp4_tensor import QuantizeSpec, checkpoints
 from nvfp4_tensor.checkpoints.quantizing import quantize
 from nvfp4_tensor.integrations import transformers as nvfp4
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("natively")]
 
 SPEC = QuantizeSpec(four_over_six=True)
-
-
-@pytest.fixture(autouse=True)
-def natively():
-    nvfp4.read_compressed_tensors()
-    yield
-    nvfp4.read_compressed_tensors(natively=False)
 
 
 @pytest.fixture
@@ -28,16 +20,6 @@ def folder(llama, tmp_path):
     """Return a folder in ModelOpt's layout."""
     quantize(llama()[1], tmp_path / "nvfp4", spec=SPEC, progress=False)
     return tmp_path / "nvfp4"
-
-
-def change_json(file, change):
-    fields = json.loads(file.read_text())
-    change(fields)
-    file.write_text(json.dumps(fields))
-
-
-def quantized(model):
-    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)}
 
 
 @pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
@@ -48,8 +30,7 @@ def test_bits_are_those_of_the_files(llama, tmp_path, ids, form, activations):
     amaxes = {f"model.layers.{i}.mlp.down_proj": 2.5 for i in range(2)} if activations else None
     quantize(folder, tmp_path / "nvfp4", to=form, spec=SPEC, input_amax=amaxes, progress=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
-    config = nvfp4.NVFP4TensorConfig(NVFP4WeightOnlyConfig(weight_spec=SPEC))
-    expected = quantized(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config))
+    expected = quantized(from_pretrained(folder))
     got = quantized(model)
     assert got.keys() == expected.keys() and len(got) == 14
     for name, weight in got.items():
@@ -69,7 +50,7 @@ def test_hf_quant_config_alone_is_enough(folder, tmp_path, ids, options):
     The class of the model passes more arguments on than AutoModelForCausalLM, for instance that there is no GGUF.
     """
     expected = AutoModelForCausalLM.from_pretrained(folder)
-    change_json(folder / "config.json", lambda fields: fields.pop("quantization_config"))
+    edit_json(folder / "config.json", lambda fields: fields.pop("quantization_config"))
     models = [AutoModelForCausalLM.from_pretrained(folder, config=nvfp4.config_of(folder))]
     if options is None:
         models.append(AutoModelForCausalLM.from_pretrained(folder))
@@ -83,8 +64,8 @@ def test_hf_quant_config_alone_is_enough(folder, tmp_path, ids, options):
 
 
 def test_hf_quant_config_of_another_format_is_left_alone(folder, tmp_path):
-    change_json(folder / "config.json", lambda fields: fields.pop("quantization_config"))
-    change_json(folder / "hf_quant_config.json", lambda fields: fields["quantization"].update(quant_algo="FP8"))
+    edit_json(folder / "config.json", lambda fields: fields.pop("quantization_config"))
+    edit_json(folder / "hf_quant_config.json", lambda fields: fields["quantization"].update(quant_algo="FP8"))
     for each in (folder, tmp_path / "dense"):
         assert getattr(AutoConfig.from_pretrained(each), "quantization_config", None) is None
     with pytest.raises(ValueError, match="found neither"):
@@ -110,24 +91,21 @@ def test_weight_only_by_choice(llama, tmp_path):
 
 
 def test_a_file_that_is_wrong_says_so(folder):
-    tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight_scale"
-    tensors[name] = tensors[name][:, :-1].contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(folder, lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()}))
     with pytest.raises(ValueError, match=r"model.safetensors: tensor .*down_proj.weight_scale: expected .*\[64, 11\]"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_what_is_not_nvfp4_is_refused_by_name(folder):
-    change_json(folder / "config.json", lambda fields: fields["quantization_config"].update(quant_algo="FP8"))
+    edit_json(folder / "config.json", lambda fields: fields["quantization_config"].update(quant_algo="FP8"))
     with pytest.raises(ValueError, match="quant_algo NVFP4, W4A16_NVFP4 or MIXED_PRECISION, found FP8"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_the_scales_of_an_fp8_cache_are_left_out_quietly(folder):
     assert checkpoints.detect(folder) == "modelopt"
-    tensors = load_file(folder / "model.safetensors") | {"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}))
     _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not report["unexpected_keys"] and not report["missing_keys"]
 

@@ -7,6 +7,8 @@ import shutil
 import pytest
 import torch
 import transformers
+from helpers.checkpoint_folders import edit
+from helpers.hub_models import SIZES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -14,34 +16,17 @@ from nvfp4_tensor import NVFP4Tensor, checkpoints
 from nvfp4_tensor.integrations import transformers as nvfp4
 from nvfp4_tensor.integrations.transformers.while_loading import Quantize
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("natively")]
 
 Q = "model.layers.0.self_attn.q_proj.weight"
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.1,
-}  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def natively():
-    nvfp4.read_compressed_tensors()
-    yield
-    nvfp4.read_compressed_tensors(natively=False)
 
 
 def model_of(family, folder, **changes):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | changes)
+    config = getattr(transformers, f"{family}Config")(**SIZES | {"intermediate_size": 64} | changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.save_pretrained(folder)
     return model
-
-
-def change(folder, edit):
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def assert_refused(folder, message, **options):
@@ -62,7 +47,7 @@ def test_shapes_are_compared_with_the_config(tmp_path, form):
     assert_refused(tmp_path / "q", "has the shape", ignore_mismatched_sizes=True, **changes)
 
 
-MOE = {"moe_intermediate_size": 64, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 4}
+MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 4}
 
 
 @pytest.mark.parametrize("form, pattern", [
@@ -84,29 +69,25 @@ def test_experts_of_a_layer_are_all_nvfp4_or_none(tmp_path, form, pattern):
 def test_a_missing_expert_is_named(tmp_path):
     model_of("Qwen3Moe", tmp_path / "dense", **MOE)
     checkpoints.quantize(tmp_path / "dense", tmp_path / "q", progress=False)
-    change(tmp_path / "q", lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.experts.3.up_proj" in name])
+    edit(tmp_path / "q", lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.experts.3.up_proj" in name])
     assert_refused(tmp_path / "q", r"weights of model\.layers\.1\.mlp\.experts\.gate_up_proj are missing")
-    change(tmp_path / "q", lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.experts.3." in name])
+    edit(tmp_path / "q", lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.experts.3." in name])
     assert_refused(tmp_path / "q", r"experts\.\w+ has the shape \[3, ")
 
 
 def separate(tensors):
     """Phi-3's joined weights, as other models have them."""
-    for name in [name for name in tensors if "qkv_proj" in name or "gate_up_proj" in name]:
-        value = tensors.pop(name)
-        if "qkv" in name:
-            for part, rows in zip(("q", "k", "v"), value.split([64, 32, 32]), strict=True):
-                tensors[name.replace("qkv_proj", f"{part}_proj")] = rows.clone()
-        else:
-            for part, rows in zip(("gate", "up"), value.chunk(2), strict=True):
-                tensors[name.replace("gate_up_proj", f"{part}_proj")] = rows.clone()
+    for joined, parts in {"qkv": {"q": 64, "k": 32, "v": 32}, "gate_up": {"gate": 64, "up": 64}}.items():
+        for name in [name for name in tensors if f"{joined}_proj" in name]:
+            for part, rows in zip(parts, tensors.pop(name).split(list(parts.values())), strict=True):
+                tensors[name.replace(joined, part)] = rows.clone()
 
 
 @pytest.mark.parametrize("exclude", [[], ["*self_attn*"], ["*mlp*"]])
 def test_weights_that_the_model_joins(tmp_path, exclude):
     """As load() of the same folder, saved and loaded again too."""
     model = model_of("Phi3", tmp_path / "dense")
-    change(tmp_path / "dense", separate)
+    edit(tmp_path / "dense", separate)
     checkpoints.quantize(tmp_path / "dense", tmp_path / "q", exclude=exclude, progress=False)
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
     read.save_pretrained(tmp_path / "again")
@@ -122,7 +103,7 @@ def test_weights_that_the_model_joins(tmp_path, exclude):
 @pytest.mark.parametrize("part", ["q_proj", "up_proj"])
 def test_weights_that_the_model_joins_are_all_nvfp4_or_none(tmp_path, part):
     model_of("Phi3", tmp_path / "dense")
-    change(tmp_path / "dense", separate)
+    edit(tmp_path / "dense", separate)
     with pytest.warns(UserWarning, match="are dense, but linears"):
         checkpoints.quantize(tmp_path / "dense", tmp_path / "q", exclude=[f"*{part}*"], progress=False)
     assert_refused(tmp_path / "q", rf"{part}\.weight is dense, but tensors that the model joins with it are NVFP4")
@@ -146,7 +127,7 @@ def test_no_parameter_stays_random(tmp_path, source):
 
 def test_separate_weights_of_a_dense_model_are_named(tmp_path):
     model_of("Phi3", tmp_path / "dense")
-    change(tmp_path / "dense", separate)
+    edit(tmp_path / "dense", separate)
     assert_refused(tmp_path / "dense", "has no tensors for .*qkv_proj", quantization_config=nvfp4.NVFP4TensorConfig())
 
 
@@ -165,11 +146,11 @@ def test_tensors_that_rescale_a_weight_and_weights_in_fp8(tmp_path, source):
     options = {"quantization_config": nvfp4.NVFP4TensorConfig()} if source == "dense" else {}
     for suffix in ("weight_scale_inv", "pre_quant_scale", "weight_g_idx"):
         name = Q.replace("weight", suffix)
-        change(tmp_path / source, lambda tensors, name=name: tensors.update({name: torch.full((64,), 4.0)}))
+        edit(tmp_path / source, lambda tensors, name=name: tensors.update({name: torch.full((64,), 4.0)}))
         assert_refused(tmp_path / source, f"{name} change the meaning", **options)
-        change(tmp_path / source, lambda tensors, name=name: tensors.pop(name))
+        edit(tmp_path / source, lambda tensors, name=name: tensors.pop(name))
     name = "model.layers.1.mlp.up_proj.weight"
-    change(tmp_path / source, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    edit(tmp_path / source, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
     assert_refused(tmp_path / source, rf"{name} \(float8_e4m3fn\) are weights of another", **options)
 
 
@@ -181,7 +162,7 @@ def test_the_exception_has_the_reason(tmp_path, family):
     key = next(
         name for name in load_file(tmp_path / "q/model.safetensors") if name.endswith("down_proj.weight_scale_2")
     )
-    change(tmp_path / "q", lambda tensors: tensors.update({key: torch.tensor(float("nan"))}))
+    edit(tmp_path / "q", lambda tensors: tensors.update({key: torch.tensor(float("nan"))}))
     weight = re.escape(key.replace("_scale_2", ""))
     assert_refused(tmp_path / "q", rf"model\.safetensors: tensor {weight}: expected a per-tensor scale that is finite")
 
@@ -241,7 +222,7 @@ def test_random_damage_of_a_linear(tmp_path, family, form):
     torch.manual_seed(0)
     model = model_of(family, tmp_path / "dense", **(MOE if family == "Qwen3Moe" else {}))
     if family == "Phi3":
-        change(tmp_path / "dense", separate)
+        edit(tmp_path / "dense", separate)
     checkpoints.quantize(tmp_path / "dense", tmp_path / "q", to=form, progress=False)
     modules = sorted(
         {name.rpartition(".")[0] for name in load_file(tmp_path / "q/model.safetensors") if "proj" in name}
@@ -250,7 +231,7 @@ def test_random_damage_of_a_linear(tmp_path, family, form):
     for kind in [*damage, *damage]:
         module = rng.choice(modules)
         shutil.copytree(tmp_path / "q", tmp_path / "x")
-        change(tmp_path / "x", lambda tensors, kind=kind, module=module: damage[kind](tensors, module, rng))
+        edit(tmp_path / "x", lambda tensors, kind=kind, module=module: damage[kind](tensors, module, rng))
         got = []
         for read in (AutoModelForCausalLM.from_pretrained, lambda path: checkpoints.load(model, path, progress=False)):
             try:

@@ -2,17 +2,14 @@
 
 import pytest
 import torch
+import transformers
+from helpers import hub_models
 
-transformers = pytest.importorskip("transformers")
+import nvfp4_tensor.integrations.transformers as nvfp4
+from nvfp4_tensor import NVFP4Config, calibrate, checkpoints, quantize_model
+from nvfp4_tensor.quantization import gptq
 
-import nvfp4_tensor.integrations.transformers as nvfp4  # noqa: E402
-from nvfp4_tensor import NVFP4Config, calibrate, checkpoints, quantize_model  # noqa: E402
-from nvfp4_tensor.quantization import gptq  # noqa: E402
-
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+SIZES = {**hub_models.SIZES, "intermediate_size": 96}
 LINEAR_ATTENTION = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
@@ -47,13 +44,6 @@ DENSE = {
 """The ends of names of matrices that must stay dense, beside output layers."""
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
-
-
 def entries(folder):
     """The codes, block scales and per-tensor scale of each NVFP4 weight, and the names of the others."""
     with checkpoints.read(folder) as checkpoint:
@@ -74,8 +64,7 @@ def test_files_loading_and_memory(name, tmp_path):
     load = transformers.AutoModelForCausalLM.from_pretrained
 
     checkpoints.quantize(tmp_path / "dense", tmp_path / "files", progress=False)
-    loaded = load(tmp_path / "dense", dtype=torch.bfloat16, quantization_config=nvfp4.NVFP4TensorConfig())
-    loaded.save_pretrained(tmp_path / "loading")
+    hub_models.from_pretrained(tmp_path / "dense", None).save_pretrained(tmp_path / "loading")
     in_memory = load(tmp_path / "dense", dtype=torch.bfloat16)
     report = quantize_model(in_memory)
     nvfp4.attach_quantizer(in_memory).save_pretrained(tmp_path / "memory")
@@ -108,8 +97,7 @@ def test_calibrate_and_gptq_choose_the_same_linears(fit, name):
     twin = transformers.AutoModelForCausalLM.from_config(config).eval()
     fit(model, [torch.randint(3, 90, (2, 32))], NVFP4Config(), progress=False)
     report = quantize_model(twin)
-    names = {each for each, weight in model.named_parameters() if type(weight.data).__name__ == "NVFP4Tensor"}
-    assert names == set(report.quantized)
+    assert hub_models.quantized(model).keys() == set(report.quantized)
     if fit is calibrate:
         for group in {report[each].group for each in report.quantized}:
             assert len({model.get_parameter(each).per_tensor_scale.item() for each in group}) == 1

@@ -1,11 +1,11 @@
 """Models whose tensors have other names than in their files, and models with another structure than Llama."""
 
-import filecmp
 import json
 
 import pytest
 import torch
 import transformers
+from helpers.hub_models import assert_kept, from_pretrained, quantized, same_file
 
 from nvfp4_tensor import NVFP4Tensor, checkpoints
 from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig, attach_quantizer
@@ -53,7 +53,7 @@ def test_models_of_another_structure(kind, tmp_path):
         both = [each.dequantize() if isinstance(each, NVFP4Tensor) else each for each in (weight, expected)]
         assert torch.equal(*both), name
     checkpoints.save(again, tmp_path / "again", progress=False)
-    assert filecmp.cmp(folder / "model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+    assert same_file(folder, tmp_path / "again")
 
 
 @pytest.mark.skipif(not hasattr(transformers, "HrmTextConfig"), reason="transformers 5.21 does not have it")
@@ -65,27 +65,16 @@ def test_linears_that_are_one_tensor_in_dense_files(tmp_path, dense):
     auto, ids = transformers.AutoModelForCausalLM, torch.arange(24)[None]
     auto.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
     assert any("gqkv_proj" in name for name in checkpoints.read(tmp_path / "dense").entries)
-    settings = NVFP4TensorConfig(modules_to_not_convert=dense)
-    model = auto.from_pretrained(tmp_path / "dense", quantization_config=settings)
+    model = from_pretrained(tmp_path / "dense", None, {"modules_to_not_convert": dense})
     exact = auto.from_pretrained(tmp_path / "dense")
-    quantized = [name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)]
-    assert len(quantized) == 32 - bool(dense)  # two stacks of two layers of eight linears
+    names = quantized(model).keys()
+    assert len(names) == 32 - bool(dense)  # two stacks of two layers of eight linears
     for name, weight in exact.named_parameters():
-        bound = 0.15 * weight.norm() if name in quantized else 0.0
-        assert (model.get_parameter(name) - weight).norm() <= bound
-    folder = tmp_path / "nvfp4"
-    with torch.no_grad():
-        model.save_pretrained(folder)
-        again = auto.from_pretrained(folder)
-        assert torch.equal(again(ids).logits, model(ids).logits)
-        again.save_pretrained(tmp_path / "again")
-        assert filecmp.cmp(folder / "model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
-        made = checkpoints.load(auto.from_config(config, dtype=torch.bfloat16).eval(), folder, progress=False)
-        attach_quantizer(made).save_pretrained(tmp_path / "made")
-        assert torch.equal(auto.from_pretrained(tmp_path / "made")(ids).logits, model(ids).logits)
-        decoded = again.dequantize()(ids).logits
-        again.save_pretrained(tmp_path / "decoded")
-        assert torch.equal(auto.from_pretrained(tmp_path / "decoded")(ids).logits, decoded)
+        assert (model.get_parameter(name) - weight).norm() <= (0.15 * weight.norm() if name in names else 0.0)
+    assert_kept(model, ids, tmp_path / "nvfp4", decoded=True)
+    made = checkpoints.load(auto.from_config(config, dtype=torch.bfloat16).eval(), tmp_path / "nvfp4", progress=False)
+    attach_quantizer(made).save_pretrained(tmp_path / "made")
+    assert same_file(tmp_path / "nvfp4", tmp_path / "made")
 
 
 def test_experts_whose_files_have_other_names(tmp_path):
@@ -94,11 +83,9 @@ def test_experts_whose_files_have_other_names(tmp_path):
     torch.manual_seed(0)
     auto, ids = transformers.AutoModelForCausalLM, torch.arange(24)[None]
     auto.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
-    model = auto.from_pretrained(tmp_path / "dense", quantization_config=NVFP4TensorConfig())
+    model = from_pretrained(tmp_path / "dense", None)
     assert isinstance(model.model.layers[0].mlp.experts.gate_up_proj, NVFP4Tensor)
-    model.save_pretrained(tmp_path / "nvfp4")
-    with torch.no_grad():
-        assert torch.equal(auto.from_pretrained(tmp_path / "nvfp4")(ids).logits, model(ids).logits)
+    assert_kept(model, ids, tmp_path / "nvfp4")
 
 
 def test_a_model_of_which_nothing_is_quantized_is_refused(tmp_path):

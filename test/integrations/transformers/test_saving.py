@@ -1,6 +1,5 @@
 """save_pretrained writes ModelOpt's layout, byte for byte what checkpoints.save writes; it and others read it back."""
 
-import filecmp
 import json
 import subprocess
 import sys
@@ -9,13 +8,13 @@ import textwrap
 import huggingface_hub
 import pytest
 import torch
+from helpers.hub_models import from_pretrained, quantized, same_codes, same_file
 from safetensors.torch import load_file
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from nvfp4_tensor import (
     NVFP4Config,
-    NVFP4Tensor,
     NVFP4WeightOnlyConfig,
     QuantizeSpec,
     calibrate,
@@ -27,24 +26,11 @@ from nvfp4_tensor.quantization.model_families import JOINED
 pytestmark = pytest.mark.slow
 
 
-def load(folder, config=None, **kwargs):
-    quantization = nvfp4.NVFP4TensorConfig(config or NVFP4WeightOnlyConfig(four_over_six=True))
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, **kwargs)
-
-
 def calibrated(model, ids):
     """Return a W4A4 model with static scales, which servers need."""
     is_linear = lambda module, name: isinstance(module, torch.nn.Linear) and "lm_head" not in name  # noqa: E731
     calibrate(model, [ids], NVFP4Config(), filter_fn=is_linear, progress=False)
     return nvfp4.attach_quantizer(model)
-
-
-def quantized(model):
-    return {name: weight for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)}
-
-
-def same_files(a, b, *names):
-    return [name for name in names if not filecmp.cmp(a / name, b / name, shallow=False)] == []
 
 
 def vllm_takes(folder):
@@ -65,46 +51,39 @@ def vllm_takes(folder):
     tensors = load_file(folder / "model.safetensors")
     linears = [name.removesuffix("_scale_2") for name in tensors if name.endswith(".weight_scale_2")]
     for name in linears:
-        rows, half = tensors[name].shape
+        (rows, half), scale, factor = tensors[name].shape, tensors[f"{name}_scale"], tensors[f"{name}_scale_2"]
         assert tensors[name].dtype == torch.uint8 and half % 8 == 0
-        assert tensors[f"{name}_scale"].dtype == torch.float8_e4m3fn
-        assert tensors[f"{name}_scale"].shape == (rows, half // 8)
-        assert not tensors[f"{name}_scale"].float().isnan().any()
-        assert tensors[f"{name}_scale_2"].dtype == torch.float32 and tensors[f"{name}_scale_2"].numel() == 1
+        assert scale.dtype == torch.float8_e4m3fn and scale.shape == (rows, half // 8)
+        assert not scale.float().isnan().any()
+        assert factor.dtype == torch.float32 and factor.numel() == 1
         module = name.removesuffix(".weight")
         assert (f"{module}.input_scale" in tensors) == (config["quant_algo"] == "NVFP4")
         assert not any(ignored in module for ignored in config["ignore"])  # it looks for parts of names
-    return one_scale_in_each_group(tensors, linears)
-
-
-def one_scale_in_each_group(tensors, linears):
-    """Check the scales of linears that servers join, and return the number of all."""
-    for group in JOINED:
-        for name in linears:
-            path, _, last = name.removesuffix(".weight").rpartition(".")
-            if last in group:
-                present = [each for each in group if f"{path}.{each}.weight" in linears]
-                scales = [tensors[f"{path}.{each}.weight_scale_2"] for each in present]
-                assert all(torch.equal(scales[0], scale) for scale in scales)
+        path, _, last = module.rpartition(".")
+        for group in (group for group in JOINED if last in group):  # it takes one scale for all
+            others = [f"{path}.{each}.weight" for each in group if f"{path}.{each}.weight" in linears]
+            assert all(torch.equal(factor, tensors[f"{each}_scale_2"]) for each in others)
     return len(linears)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_bytes_are_those_of_checkpoints_save(llama, tmp_path, ids, tied):
-    model = load(llama(tie_word_embeddings=tied)[1])
+    model = from_pretrained(llama(tie_word_embeddings=tied)[1])
     nvfp4.save(model, tmp_path / "a")
     checkpoints.save(model, tmp_path / "b", progress=False)
-    assert same_files(tmp_path / "a", tmp_path / "b", "model.safetensors", "hf_quant_config.json")
+    assert all(
+        same_file(tmp_path / "a", tmp_path / "b", each) for each in ("model.safetensors", "hf_quant_config.json")
+    )
     assert json.loads((tmp_path / "a/config.json").read_text()) == json.loads((tmp_path / "b/config.json").read_text())
     assert vllm_takes(tmp_path / "a") == 14
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     assert torch.equal(again(ids).logits, model(ids).logits)
     again.save_pretrained(tmp_path / "c")
-    assert same_files(tmp_path / "a", tmp_path / "c", "model.safetensors", "config.json")
+    assert all(same_file(tmp_path / "a", tmp_path / "c", each) for each in ("model.safetensors", "config.json"))
 
 
 def test_in_shards(llama, tmp_path, ids):
-    model = load(llama()[1])
+    model = from_pretrained(llama()[1])
     model.save_pretrained(tmp_path / "a", max_shard_size="30KB")
     assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "a")(ids).logits, model(ids).logits)
@@ -121,13 +100,13 @@ def test_static_activation_scales(llama, tmp_path, ids):
         expected = model.get_parameter(name)
         torch.testing.assert_close(weight.activation_amax, expected.activation_amax, rtol=3e-7, atol=0)
         if "down_proj" in name or "o_proj" in name:
-            assert torch.equal(weight.qdata, expected.qdata) and torch.equal(weight.scale, expected.scale)
+            assert same_codes(weight, expected)
         exact = expected.dequantize().float()
         assert (weight.dequantize().float() - exact).norm() < 0.1 * exact.norm()
 
 
 def test_scales_of_each_call_are_refused_or_left_out(llama, tmp_path):
-    model = load(llama()[1], NVFP4Config())
+    model = from_pretrained(llama()[1], NVFP4Config())
     with pytest.raises(ValueError, match=r"use calibrate\(model, batches\), or .* weight_only=True"):
         model.save_pretrained(tmp_path / "w4a4")
     nvfp4.save(model, tmp_path / "w4a16", weight_only=True)
@@ -169,16 +148,16 @@ def test_torchaos_own_config(llama, tmp_path, ids):
 def test_a_model_in_two_places(llama, tmp_path):
     """Some weights are on the meta device, and accelerate has their values."""
     accelerate = pytest.importorskip("accelerate")
-    model = load(llama()[1])
+    model = from_pretrained(llama()[1])
     model.save_pretrained(tmp_path / "a")
     accelerate.cpu_offload(model, execution_device="cpu")
     assert model.model.layers[0].mlp.up_proj.weight.is_meta
     model.save_pretrained(tmp_path / "b")
-    assert same_files(tmp_path / "a", tmp_path / "b", "model.safetensors", "config.json")
+    assert all(same_file(tmp_path / "a", tmp_path / "b", each) for each in ("model.safetensors", "config.json"))
 
 
 def test_dequantized_is_dense(llama, tmp_path):
-    model = load(llama()[1])
+    model = from_pretrained(llama()[1])
     nvfp4.save(model, tmp_path / "a")
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     dense.save_pretrained(tmp_path / "b")  # from then on its config has the dtype as a string
@@ -196,7 +175,7 @@ def test_nan_is_warned_of(llama, tmp_path):
     dense.model.layers[0].mlp.down_proj.weight.data[3, 17] = float("nan")
     dense.save_pretrained(folder)
     with pytest.warns(UserWarning, match=r"layers.0.mlp.down_proj.weight have NaN blocks: vLLM cannot load"):
-        load(folder).save_pretrained(tmp_path / "a")
+        from_pretrained(folder).save_pretrained(tmp_path / "a")
 
 
 class Tokenizer:
@@ -205,7 +184,7 @@ class Tokenizer:
 
 
 def test_the_card_tells_what_was_done(llama, tmp_path):
-    model = load(llama()[1])
+    model = from_pretrained(llama()[1])
     options = {"perplexity": {"NVFP4": 15.754, "bfloat16": 13.128}, "text": "Python's help", "base_model": "org/tiny"}
     nvfp4.save(model, tmp_path / "tiny", tokenizer=Tokenizer(), metadata={"license": "apache-2.0"}, **options)
     card = huggingface_hub.ModelCard.load(tmp_path / "tiny/README.md")
@@ -226,13 +205,13 @@ def test_the_card_tells_what_was_done(llama, tmp_path):
 
 def test_the_card_comes_before_the_hub(llama, tmp_path):
     with pytest.raises(ValueError, match="upload_folder"):
-        nvfp4.save(load(llama()[1]), tmp_path / "a", push_to_hub=True)
+        nvfp4.save(from_pretrained(llama()[1]), tmp_path / "a", push_to_hub=True)
     assert not (tmp_path / "a").exists()
 
 
 def test_fused_linears_of_which_a_part_is_dense_are_warned_of(llama, tmp_path):
-    config = nvfp4.NVFP4TensorConfig(modules_to_not_convert=["model.layers.0.self_attn.q_proj", "lm_head"])
-    model = AutoModelForCausalLM.from_pretrained(llama()[1], quantization_config=config)
+    dense = {"modules_to_not_convert": ["model.layers.0.self_attn.q_proj", "lm_head"]}
+    model = from_pretrained(llama()[1], settings=dense)
     with pytest.warns(UserWarning, match=r"0.self_attn.q_proj.weight are dense, .* vLLM raises an error"):
         model.save_pretrained(tmp_path / "nvfp4")
 
@@ -254,7 +233,7 @@ READS = """
 def test_compressed_tensors_reads_what_we_write(llama, tmp_path, ids):
     """Its reader, in a process without this package, gives our weights and logits up to bfloat16 rounding."""
     pytest.importorskip("compressed_tensors")
-    model = load(llama()[1])
+    model = from_pretrained(llama()[1])
     checkpoints.save(model, tmp_path / "ct", format="compressed-tensors", progress=False)
     torch.save(ids, tmp_path / "ids")
     arguments = [tmp_path / "ct", tmp_path / "ids", tmp_path / "read"]

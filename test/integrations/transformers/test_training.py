@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from helpers.hub_models import from_pretrained, quantized, same_codes
 from packaging.version import Version
 from torch import nn
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, quantize
+from nvfp4_tensor import quantize
 from nvfp4_tensor.integrations import transformers as nvfp4
 from nvfp4_tensor.training import NVFP4TrainingConfig, NVFP4TrainingLinear, keep_dense
 
@@ -19,8 +20,7 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
 def base(folder):
-    config = nvfp4.NVFP4TensorConfig(NVFP4WeightOnlyConfig(four_over_six=True))
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    return from_pretrained(folder, dtype=torch.float32)
 
 
 def adapted(model):
@@ -31,10 +31,6 @@ def adapted(model):
 
 def trained(model):
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-
-def quantized(model):
-    return [p for p in model.parameters() if isinstance(p, NVFP4Tensor)]
 
 
 def test_gradients_are_those_of_the_decoded_model(llama, ids):
@@ -52,12 +48,12 @@ def test_trainer_trains_adapters_alone_and_resumes(llama, tmp_path, trainer):
     """A checkpoint has the adapters; training resumed from it ends like training without an interruption."""
     _, folder = llama()
     model = adapted(base(folder))
-    codes = [weight.qdata.clone() for weight in quantized(model)]
+    codes = [weight.qdata.clone() for weight in quantized(model).values()]
     before = trained(model)
     trainer(model, tmp_path / "whole", 6, save_steps=3).train()
     after = trained(model)
     assert all(not torch.equal(after[name], before[name]) for name in before)
-    assert all(torch.equal(weight.qdata, code) for weight, code in zip(quantized(model), codes, strict=True))
+    assert all(torch.equal(weight.qdata, code) for weight, code in zip(quantized(model).values(), codes, strict=True))
     saved = {path.name for path in (tmp_path / "whole/checkpoint-3").iterdir()}
     assert "adapter_model.safetensors" in saved and "model.safetensors" not in saved
     again = adapted(base(folder))
@@ -93,8 +89,7 @@ def test_merged_adapters_are_quantized_by_the_config(llama, tmp_path, ids):
     layer = lora.base_model.model.model.layers[0].mlp.down_proj
     expected = quantize(weight.dequantize() + layer.get_delta_weight("default"), weight.spec)
     merged = lora.merge_and_unload()
-    got = merged.model.layers[0].mlp.down_proj.weight
-    assert torch.equal(got.qdata, expected.qdata) and torch.equal(got.scale, expected.scale)
+    assert same_codes(merged.model.layers[0].mlp.down_proj.weight, expected)
     with pytest.warns(UserWarning, match="requantizing"):  # merged one by one, q and v have scales of their own
         merged.save_pretrained(tmp_path / "merged")
     assert len(quantized(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))) == 14

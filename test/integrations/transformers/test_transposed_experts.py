@@ -4,43 +4,33 @@ gpt-oss has gate and up interleaved, and MXFP4 in files; ModelOpt's files of Lla
 transposed.
 """
 
-import filecmp
 import json
 
 import pytest
 import torch
 import transformers
-from helpers.random_models import random_model
+from helpers.hub_models import SIZES, from_pretrained, random_model, same_codes, same_file
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nvfp4_tensor import NVFP4Tensor, checkpoints, quantize, quantize_experts
 from nvfp4_tensor.checkpoints import parts_of
 from nvfp4_tensor.checkpoints.formats import modelopt
-from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig
 
 pytestmark = pytest.mark.slow
 
-SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "num_local_experts": 4, "dtype": "bfloat16",
-}  # fmt: skip
 EXPERTS = {"GptOss": "model.layers.1.mlp.experts.", "Llama4": "model.layers.1.feed_forward.experts."}
 NAMES = ("gate_up_proj", "down_proj")
 
 
 def small(family):
     """gpt-oss has a square down_proj, whose shape does not show whether it is transposed."""
+    sizes = {**SIZES, "num_local_experts": 4, "architectures": [f"{family}ForCausalLM"]}
     if family == "GptOss":
-        config = transformers.GptOssConfig(
-            **SIZES, intermediate_size=64, num_experts_per_tok=2, sliding_window=16, architectures=["GptOssForCausalLM"]
-        )
-    else:
-        config = transformers.Llama4TextConfig(
-            **SIZES, intermediate_size=96, intermediate_size_mlp=128, num_experts_per_tok=1, pad_token_id=0,
-            interleave_moe_layer_step=2, architectures=["Llama4ForCausalLM"],
-        )  # fmt: skip
-    return random_model(config)
+        sizes |= {"intermediate_size": 64, "num_experts_per_tok": 2, "sliding_window": 16}
+        return random_model(transformers.GptOssConfig(**sizes))
+    sizes |= {"intermediate_size": 96, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2}
+    return random_model(transformers.Llama4TextConfig(**sizes, num_experts_per_tok=1))
 
 
 def in_mxfp4(name, t):
@@ -101,9 +91,8 @@ def test_published_files_are_read_and_written_again(published, tmp_path, ids):
             torch.testing.assert_close(*logits, rtol=0.02, atol=0.02 if family == "GptOss" else 0.05)
     by_them.save_pretrained(tmp_path / "saved")
     checkpoints.save(by_them, tmp_path / "by us", progress=False)
-    written = tmp_path / "nvfp4/model.safetensors"
     for again in ("saved", "by us", *(["published"] if family == "Llama4" else [])):
-        assert filecmp.cmp(written, tmp_path / again / "model.safetensors", shallow=False), again
+        assert same_file(tmp_path / "nvfp4", tmp_path / again), again
 
 
 @torch.no_grad()
@@ -111,13 +100,13 @@ def test_published_files_are_read_and_written_again(published, tmp_path, ids):
 def test_quantized_while_loading_and_saved_as_modelopt_does(family, tmp_path, ids):
     dense = small(family)
     dense.save_pretrained(tmp_path / "dense")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=NVFP4TensorConfig())
+    model = from_pretrained(tmp_path / "dense", None)
     model.save_pretrained(tmp_path / "nvfp4")
     tensors = load_file(tmp_path / "nvfp4/model.safetensors")
     for name in NAMES:
         weight, exact = (each.get_parameter(EXPERTS[family] + name) for each in (model, dense))
         expected = quantize_experts(exact.detach().transpose(-2, -1).contiguous())
-        assert torch.equal(weight.transpose(-2, -1).qdata, expected.qdata) and weight.shape == exact.shape
+        assert same_codes(weight.transpose(-2, -1), expected) and weight.shape == exact.shape
         if family == "Llama4":
             keys, (experts, columns, rows) = modelopt.keys_of(EXPERTS[family] + name), exact.shape
             assert tensors[keys["qdata"]].shape == (experts, columns // 2, rows)

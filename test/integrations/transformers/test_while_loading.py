@@ -4,7 +4,16 @@ import json
 
 import pytest
 import torch
-from helpers.random_models import random_model
+from helpers.hub_models import (
+    FOUR_OVER_SIX,
+    SIZES,
+    assert_kept,
+    from_pretrained,
+    quantized,
+    random_model,
+    same_codes,
+    same_file,
+)
 from torch import nn
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM, GptOssConfig
@@ -18,24 +27,24 @@ from nvfp4_tensor import (
     model_size,
     quantize,
 )
+from nvfp4_tensor.integrations import transformers as nvfp4
 from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig, WhileLoadingQuantizer
 
 pytestmark = pytest.mark.slow
 
 CONFIGS = {
-    "weight only": NVFP4WeightOnlyConfig(four_over_six=True),
+    "weight only": FOUR_OVER_SIX,
     "w4a4": NVFP4Config(weight_spec=QuantizeSpec(scale_search="mse"), activation_spec=QuantizeSpec()),
 }
 
 
 def load(folder, config=None, **kwargs):
     options = {"modules_to_not_convert", "share_scales"} & kwargs.keys()
-    quantization = NVFP4TensorConfig(config, **{name: kwargs.pop(name) for name in options})
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, **kwargs)
+    return from_pretrained(folder, config, {name: kwargs.pop(name) for name in options}, **kwargs)
 
 
 def quantized_names(model):
-    return {name for name, parameter in model.named_parameters() if isinstance(parameter, NVFP4Tensor)}
+    return quantized(model).keys()
 
 
 @pytest.mark.parametrize("config, device_map", zip(CONFIGS.values(), [None, "cpu"], strict=True), ids=CONFIGS)
@@ -43,11 +52,11 @@ def test_bits_are_those_of_quantize(llama, ids, config, device_map):
     dense, folder = llama()
     model = load(folder, config, share_scales=False, device_map=device_map)
     quantize_(dense.model, config)
-    expected = {name: p for name, p in dense.named_parameters() if isinstance(p, NVFP4Tensor)}
+    expected = quantized(dense)
     assert quantized_names(model) == expected.keys() and len(expected) == 14
     for name, weight in expected.items():
         got = model.get_parameter(name)
-        assert torch.equal(got.qdata, weight.qdata) and torch.equal(got.scale, weight.scale)
+        assert same_codes(got, weight)
         assert (got.spec, got.activation_spec) == (weight.spec, weight.activation_spec)
     assert torch.equal(model(ids).logits, dense(ids).logits)
 
@@ -60,9 +69,7 @@ def test_what_servers_fuse_shares_its_largest_amax(llama):
             weights = [getattr(getattr(exact, module), name).weight for name in names]
             amax = max(weight.abs().max() for weight in weights)
             for name, weight in zip(names, weights, strict=True):
-                got, expected = getattr(getattr(layer, module), name).weight, quantize(weight, amax=amax)
-                assert torch.equal(got.qdata, expected.qdata) and torch.equal(got.scale, expected.scale)
-                assert torch.equal(got.per_tensor_scale, expected.per_tensor_scale)
+                assert same_codes(getattr(getattr(layer, module), name).weight, quantize(weight, amax=amax))
         own = quantize(exact.self_attn.o_proj.weight)
         assert torch.equal(layer.self_attn.o_proj.weight.per_tensor_scale, own.per_tensor_scale)
 
@@ -94,15 +101,13 @@ def test_the_tied_head_stays_the_embedding(llama):
 def test_sizes_are_those_that_will_be_stored(llama, tmp_path, kind):
     """device_map="auto" uses these sizes: their sum over the meta model equals the bytes of the loaded one."""
     if kind == "transposed experts":
-        sizes = {"num_local_experts": 4, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96}
-        dense = random_model(GptOssConfig(**sizes, **heads, num_experts_per_tok=2, dtype="bfloat16"))
+        sizes = {**SIZES, "num_local_experts": 4, "intermediate_size": 64, "num_experts_per_tok": 2}
+        dense = random_model(GptOssConfig(**sizes))
         dense.save_pretrained(folder := tmp_path / "gpt_oss")
     else:
         dense, folder = llama()
     options = {"quantize_lm_head": kind == "with the head"}
-    config = NVFP4TensorConfig(**options)
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    model = from_pretrained(folder, None, options)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(dense.config, dtype=torch.bfloat16)
     quantizer = WhileLoadingQuantizer(NVFP4TensorConfig(**options), pre_quantized=False)
@@ -232,3 +237,69 @@ def test_under_init_empty_weights_it_is_refused_with_the_way_that_works(llama, t
     model.save_pretrained(tmp_path / "saved")
     filled = checkpoints.load(empty, tmp_path / "saved", progress=False)
     assert torch.equal(filled(ids).logits, model(ids).logits)
+
+
+# --- the output layer: with its own weight, and as a copy if it shares the embedding's -------------------------------
+
+
+def with_head(folder, **settings):
+    return from_pretrained(folder, settings={"quantize_lm_head": True, **settings})
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_quantized_and_the_embedding_stays(llama, ids, tied):
+    dense, folder = llama(tie_word_embeddings=tied)
+    model = with_head(folder)
+    assert same_codes(model.lm_head.weight, quantize(dense.lm_head.weight, FOUR_OVER_SIX.weight))
+    assert torch.equal(model.model.embed_tokens.weight, dense.model.embed_tokens.weight)
+    assert model.config.tie_word_embeddings is False and not model.all_tied_weights_keys
+    assert dense.config.tie_word_embeddings is tied
+    hidden = model.model(ids).last_hidden_state
+    assert torch.equal(model(ids).logits, model.lm_head(hidden))
+    decoded = model.lm_head.weight.dequantize()
+    expected = torch.nn.functional.linear(hidden.float(), decoded.float())
+    torch.testing.assert_close(model(ids).logits.float(), expected, rtol=0.02, atol=0.02)
+    model.generate(ids, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("skipped", [None, ["down_proj"]])
+def test_without_it_the_head_stays_dense_and_tied(llama, skipped):
+    folder = llama()[1]
+    model = from_pretrained(folder, settings={"modules_to_not_convert": skipped})
+    assert model.lm_head.weight is model.model.embed_tokens.weight and model.config.tie_word_embeddings
+    headed = with_head(folder, modules_to_not_convert=skipped)
+    assert isinstance(headed.lm_head.weight, NVFP4Tensor)
+    assert isinstance(headed.model.layers[0].mlp.down_proj.weight, NVFP4Tensor) == (skipped is None)
+
+
+def test_a_file_that_names_the_shared_weight_after_the_head(llama):
+    dense, folder = llama()
+    state = {name: t for name, t in dense.state_dict().items() if "embed_tokens" not in name}
+    checkpoints.save(state, folder.parent / "renamed", format="dense", config=dense.config.to_dict(), progress=False)
+    model = with_head(folder.parent / "renamed")
+    assert torch.equal(model.model.embed_tokens.weight, dense.model.embed_tokens.weight)
+    assert same_codes(model.lm_head.weight, quantize(dense.lm_head.weight, FOUR_OVER_SIX.weight))
+
+
+def test_it_is_saved_and_loaded_again(llama, ids, tmp_path):
+    model = with_head(llama()[1])
+    nvfp4.save(model, tmp_path / "nvfp4")
+    config = json.loads((tmp_path / "nvfp4/config.json").read_text())
+    quantization = json.loads((tmp_path / "nvfp4/hf_quant_config.json").read_text())["quantization"]
+    assert config["tie_word_embeddings"] is False and quantization["exclude_modules"] == []
+    again = assert_kept(model, ids, tmp_path / "saved")
+    assert same_codes(again.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_folder_quantized_without_a_model_is_the_same_codes(llama, tmp_path):
+    _, folder = llama()
+    with_head(folder).save_pretrained(tmp_path / "model")
+    checkpoints.quantize(folder, tmp_path / "folder", spec=FOUR_OVER_SIX.weight, quantize_lm_head=True, progress=False)
+    assert same_file(tmp_path / "model", tmp_path / "folder")
+    with checkpoints.read(tmp_path / "folder") as stored:
+        assert stored.entries["lm_head.weight"].quantized and stored.config["tie_word_embeddings"] is False
+
+
+def test_an_output_layer_that_it_does_not_take(llama):
+    with pytest.raises(ValueError, match="whose inputs are a multiple of 16"):
+        with_head(llama(hidden_size=72, num_attention_heads=2, num_key_value_heads=1)[1])
