@@ -69,22 +69,19 @@ def assert_same(found, expected, bound=0.0):
 
 
 @functools.cache
-def alone(name, generates, by_linear):
+def alone(name, mode):
     """Return what a kind computes without any use."""
-    subject = Subject.of(KINDS[name])
-    subject.generates, subject.by_linear = generates, by_linear
-    return subject.measure()
+    return Subject.of(KINDS[name], mode).measure()
 
 
 def used(kind, *uses):
     """Return what a model of the kind computes after the uses, and what it computes without."""
-    generates, by_linear = any(use.generates for use in uses), any(use.by_linear for use in uses)
-    expected = alone(kind, generates, by_linear)
+    mode = max((use.mode for use in uses), key=["logits", "linears", "tokens"].index)
+    expected = alone(kind, mode)
     with contextlib.ExitStack() as stack:
         for use in uses:
             stack.enter_context(use.start())
-        subject = Subject.of(KINDS[kind])
-        subject.generates, subject.by_linear = generates, by_linear
+        subject = Subject.of(KINDS[kind], mode)
         with subject.rest:
             for use in uses:
                 use.apply(subject)
@@ -111,7 +108,7 @@ def test_a_kind_in_use(one, two):
         found, expected = ({n: t for n, t in each.items() if "experts" not in n} for each in (found, expected))
     trained_apart = one in STORED and two == "save_pretrained"  # fused weights get one per-tensor scale again
     assert_same(found, expected, 0.1 if trained_apart else bound_of(one, USES[two]))
-    if USES[two].generates:  # it has an effect
+    if USES[two].mode == "tokens":  # it has an effect
         assert not torch.equal(found["logits"], expected["logits"])
 
 

@@ -155,7 +155,11 @@ class NVFP4Converter(QuantizationConverter):
         if not chosen:
             raise ValueError(f"{self.config} selects no Linear of {type(model_config).__qualname__}: check its fqns")
         for config, parent, attribute in chosen:
-            _replace(parent, attribute, derive(config, NVFP4Linear.Config, recipe=self.config.recipe))
+            ours = derive(config, NVFP4Linear.Config, recipe=self.config.recipe)
+            if isinstance(parent, list):
+                parent[attribute] = ours
+            else:
+                setattr(parent, attribute, ours)
         return model_config
 
 
@@ -169,11 +173,3 @@ def _last_layers(model_config: Any, fraction: float) -> list[str]:
 
 def _matches(fqn: str, globs: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(fqn, glob) for glob in globs)
-
-
-def _replace(parent: Any, attribute: Any, config: Module.Config) -> None:
-    """Replace an item of a list, or an attribute."""
-    if isinstance(parent, list):
-        parent[attribute] = config
-    else:
-        setattr(parent, attribute, config)

@@ -147,13 +147,16 @@ def _to_parameters(model: Any, chosen: Filter) -> None:
     training.to_nvfp4_parameters(model, filter_fn=chosen)
 
 
+def _trained(model: Any) -> list[nn.Parameter]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
 def _adamw(model: Any) -> torch.optim.Optimizer:
-    return training.NVFP4AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    return training.NVFP4AdamW(_trained(model), lr=1e-2)
 
 
 def _wrapped_sgd(model: Any) -> torch.optim.Optimizer:
-    parameters = [each for each in model.parameters() if each.requires_grad]
-    return training.NVFP4Optimizer(parameters, torch.optim.SGD, lr=0.1, momentum=0.9)
+    return training.NVFP4Optimizer(_trained(model), torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 KINDS = {
@@ -185,24 +188,32 @@ def _made(kind: str, chosen: Filter, seed: int, family: str, default: torch.dtyp
 
 @dataclass
 class Subject:
-    """A model of a kind in use."""
+    """A model of a kind in use.
+
+    Attributes:
+        mode: what is measured: its "logits", those of the "tokens" that it writes, or the results of its "linears".
+        steps: how many its optimizer has taken. After two, what follows is for inference.
+    """
 
     kind: Kind
     model: Any
+    mode: str = "logits"
     optimizer: torch.optim.Optimizer | None = None
     contexts: list[Callable[[], contextlib.AbstractContextManager]] = field(default_factory=list)
     cache: Callable[[], Any] | None = None
-    generates: bool = False
-    by_linear: bool = False
-    warm: bool = False
-    finished: bool = False
+    steps: int = 0
     rest: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @classmethod
-    def of(cls, kind: Kind) -> "Subject":
-        subject = cls(kind, kind.model())
-        subject.optimizer = kind.makes(subject.model) if kind.makes else None
+    def of(cls, kind: Kind, mode: str = "logits") -> "Subject":
+        subject = cls(kind, None, mode)
+        subject.use(kind.model())
         return subject
+
+    def use(self, model: Any) -> None:
+        """Go on with a model, and a new optimizer of it."""
+        self.model = model
+        self.optimizer = self.kind.makes(model) if self.kind.makes else None
 
     def backward(self) -> None:
         torch.manual_seed(11)  # of recipes that round gradients at random
@@ -210,24 +221,14 @@ class Subject:
         self.model(self.kind.text(), labels=self.kind.text()).loss.backward()
         self.model.eval()
 
-    def step(self) -> None:
-        if self.optimizer is not None:
-            self.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def heat(self) -> None:
-        """Take the first step, so that the optimizer has a state."""
-        if not self.warm:
-            self.warm = True
-            self.step()
-
-    def finish(self) -> None:
-        """Train to the end: what follows is for inference."""
-        if not self.finished:
-            self.heat()
-            self.step()
-            self.finished = True
+    def train(self, steps: int) -> None:
+        """Take so many steps in all."""
+        while self.steps < steps:
+            self.steps += 1
+            if self.optimizer is not None:
+                self.backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
 
     def measure(self, along: Tensor | None = None) -> dict[str, Tensor]:
         """Return logits, and where the kind trains, gradients, after the second step of its optimizer."""
@@ -235,20 +236,19 @@ class Subject:
         with contextlib.ExitStack() as stack:
             for context in self.contexts:
                 stack.enter_context(context())
-            trains = self.kind.trains and not self.finished and not self.generates and not self.by_linear
-            self.finish()
+            trains = self.kind.trains and self.steps < 2 and self.mode == "logits"
+            self.train(2)
             if trains:
                 self.backward()
                 found = {f"d {n}": whole(p.grad) for n, p in self.model.named_parameters() if p.grad is not None}
                 self.model.zero_grad()
-            if self.by_linear and not self.generates:
+            if self.mode == "linears":
                 return results_of_linears(self.model, rows=self.kind.tokens)
             torch.manual_seed(12)
             with torch.no_grad():
-                if self.generates:
-                    arguments = {} if self.cache is None else {"past_key_values": self.cache()}
-                    text = self.kind.text()
-                    found["tokens"], found["logits"] = written(self.model, text, 5, along=along, **arguments)
+                if self.mode == "tokens":
+                    cache = {} if self.cache is None else {"past_key_values": self.cache()}
+                    found["tokens"], found["logits"] = written(self.model, self.kind.text(), 5, along=along, **cache)
                 else:
                     found["logits"] = self.model(self.kind.text()).logits
         return found
@@ -293,17 +293,16 @@ class Use:
     Attributes:
         start: what is in force before the model is quantized.
         apply: change a subject.
-        generates: it has an effect on generated text.
+        mode: of its subject: "tokens" if it has an effect on text that the model writes, "linears" if they are to be
+            compared one by one on the same inputs, because other roundings between them differ.
         bound: of the relative error of logits; 0: the same bits.
-        by_linear: compare its linears one by one on the same inputs, because other roundings between them differ.
     """
 
     name: str
     apply: Callable[[Subject], None] = lambda subject: None
     start: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    generates: bool = False
+    mode: str = "logits"
     bound: float = 0.0
-    by_linear: bool = False
 
 
 def _native(subject: Subject) -> None:
@@ -322,7 +321,7 @@ def _compile(subject: Subject) -> None:
 
 
 def _export(subject: Subject) -> None:
-    subject.finish()
+    subject.train(2)
     layer, x = subject.model.model.layers[0], torch.randn(1, subject.kind.tokens, subject.model.config.hidden_size)
     shapes = ({1: torch.export.Dim.DYNAMIC},)
     with torch.no_grad():
@@ -333,12 +332,11 @@ def _export(subject: Subject) -> None:
 def _skeleton(subject: Subject) -> None:
     """Replace the model by one with other values, and the optimizer by a new one."""
     kind = subject.kind
-    subject.model = kind.model(seed=1) if kind.changes_modules else dense(kind.family, seed=1)
-    subject.optimizer = kind.makes(subject.model) if kind.makes else None
+    subject.use(kind.model(seed=1) if kind.changes_modules else dense(kind.family, seed=1))
 
 
 def _torch_save(subject: Subject) -> None:
-    subject.heat()
+    subject.train(1)
     file = io.BytesIO()
     optimizer = subject.optimizer and subject.optimizer.state_dict()
     state = {name: whole(each) for name, each in subject.model.state_dict().items()}
@@ -351,7 +349,7 @@ def _torch_save(subject: Subject) -> None:
 
 
 def _checkpoint(subject: Subject) -> None:
-    subject.finish()
+    subject.train(2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint"
         checkpoints.save(subject.model, path, mismatched_scales="keep", progress=False)
@@ -359,7 +357,7 @@ def _checkpoint(subject: Subject) -> None:
 
 
 def _save_pretrained(subject: Subject) -> None:
-    subject.finish()
+    subject.train(2)
     with tempfile.TemporaryDirectory() as folder:
         if subject.kind.name not in ("training", "qat"):
             hub.attach_quantizer(subject.model)
@@ -376,19 +374,19 @@ def _shard(subject: Subject) -> None:
     for layer in subject.model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(subject.model, mesh=mesh)
-    subject.optimizer = subject.kind.makes(subject.model) if subject.kind.makes else None
+    subject.use(subject.model)
 
 
 def _autocast(subject: Subject) -> None:
-    subject.finish()
-    if not subject.generates:
+    subject.train(2)
+    if subject.mode != "tokens":
         subject.model.float()
     subject.contexts.append(lambda: torch.autocast("cpu", torch.bfloat16))
 
 
 def _copied(copy_of: Callable[[Any], Any]) -> Callable[[Subject], None]:
     def apply(subject: Subject) -> None:
-        subject.heat()
+        subject.train(1)
         old = subject.model, subject.optimizer
         subject.model, subject.optimizer = copy_of(old)
         with torch.no_grad():  # the copy does not change with what it was copied from
@@ -404,9 +402,9 @@ USES = {
         Use("default bfloat16", start=lambda: default_dtype(torch.bfloat16)),
         Use("default float64", start=lambda: default_dtype(torch.float64)),
         Use("fsdp2", _shard),
-        Use("autocast", _autocast, by_linear=True),
-        Use("decode_natively", _native, generates=True, bound=0.05),
-        Use("nvfp4_cache", _cached, generates=True, bound=0.25),
+        Use("autocast", _autocast, mode="linears"),
+        Use("decode_natively", _native, mode="tokens", bound=0.05),
+        Use("nvfp4_cache", _cached, mode="tokens", bound=0.25),
         Use("deepcopy", _copied(copy.deepcopy)),
         Use("pickle", _copied(lambda pair: pickle.loads(pickle.dumps(pair)))),
         Use("torch.save", _torch_save),

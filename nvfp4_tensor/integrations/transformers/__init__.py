@@ -29,9 +29,8 @@ from nvfp4_tensor.integrations.transformers.compressed_tensors import read_compr
 from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, ModelOptConfig, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer, attach_quantizer
 from nvfp4_tensor.integrations.transformers.hf_quant_config import config_of, read_hf_quant_config
-from nvfp4_tensor.integrations.transformers.resuming import accept_checkpoint_names
 from nvfp4_tensor.integrations.transformers.saving import save
-from nvfp4_tensor.integrations.transformers.training_experts import train_experts
+from nvfp4_tensor.integrations.transformers.training_experts import accept_checkpoint_names, train_experts
 from nvfp4_tensor.integrations.transformers.while_loading import WhileLoadingQuantizer
 
 __all__ = [

@@ -122,11 +122,10 @@ def test_experts(tmp_path, monkeypatch, family, format):
         checkpoints.convert(folder, tmp_path / "other", to=format, progress=False)
         folder = tmp_path / "other"
     served = serve(folder, monkeypatch)
-    module = experts_of(served)[0]
-    assert not hasattr(module, "w13_weight_scale") and not hasattr(module, "w13_weight_packed")
-    assert relative_error(served.hidden(IDS), hidden(model)).max() < 0.03
     before = served.hidden(IDS)
+    assert relative_error(before, hidden(model)).max() < 0.03
     for module in experts_of(served):
+        assert not hasattr(module, "w13_weight_scale") and not hasattr(module, "w13_weight_packed")
         module.quant_method.process_weights_after_loading(module)
     assert torch.equal(served.hidden(IDS), before)
 
@@ -222,15 +221,6 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path, monkeypatch, family, miss
         else:
             save_file(tensors, folder / "model.safetensors")
             serve(folder, monkeypatch)
-
-
-def test_load_weights_of_a_served_model_is_refused(tmp_path, monkeypatch):
-    folder = save(quantized("Llama"), tmp_path / "m", "modelopt")
-    served = serve(folder, monkeypatch)
-    before = served.hidden(IDS)
-    with pytest.raises((RuntimeError, KeyError, ValueError)):
-        served.model.load_weights(iter(load_file(folder / "model.safetensors").items()))
-    assert torch.equal(served.hidden(IDS), before)
 
 
 def test_dummy_weights(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from nvfp4_tensor.integrations import serving
 from nvfp4_tensor.integrations import vllm as ours
 
-pytest.importorskip("vllm", reason="pip install '.[serve-test]' in an environment of its own")
+vllm = pytest.importorskip("vllm", reason="pip install '.[serve-test]' in an environment of its own")
 
 ROOT = Path(__file__).parents[3]
 MODELOPT = "vllm.model_executor.layers.quantization.modelopt"
@@ -60,22 +61,23 @@ def test_an_error_is_a_warning(fresh, monkeypatch):
         ours.register()
 
 
-def test_setting_zero_installs_nothing(fresh, monkeypatch, recwarn):
+def test_the_setting(fresh, monkeypatch, recwarn):
+    """0 installs nothing, and leaves new layers to vLLM once installed; each changes the hash of compiled graphs."""
     from vllm.model_executor.layers.quantization import modelopt
+
+    from nvfp4_tensor.integrations.vllm import linears
 
     monkeypatch.setenv(serving.SETTING, "0")
     ours.register()
     assert not fresh._installed and modelopt.LINEAR_METHOD_BUILDERS == {} and not recwarn
-
-
-def test_the_setting_changes_the_hash_of_compiled_graphs(plugin, monkeypatch):
-    import vllm.envs
-
+    assert "is 0" in linears.not_served()
     seen = set()
     for value in ("0", "1", "w4a16"):
         monkeypatch.setenv(serving.SETTING, value)
         seen.add(str(vllm.envs.compile_factors()[serving.SETTING]))
-    assert len(seen) == 3
+    assert len(seen) == 3 and linears.not_served() == ""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "VLLM_BATCH_INVARIANT" in linears.not_served()
 
 
 PROGRAM = """
@@ -111,42 +113,18 @@ def test_vllm_finds_the_entry_point(tmp_path):
 
 @pytest.mark.parametrize("device, capability", [("cuda", (7, 5)), ("cuda", (10, 0)), ("rocm", None)])
 def test_other_devices_stay_with_vllm(plugin, monkeypatch, device, capability):
-    import vllm.platforms
     from vllm.platforms.interface import DeviceCapability
 
     from nvfp4_tensor.integrations.vllm import linears
 
-    class Platform:
-        device_type = device
-
-        def is_cpu(self):
-            return False
-
-        def is_cuda(self):
-            return device == "cuda"
-
-        def get_device_capability(self):
-            return None if capability is None else DeviceCapability(*capability)
-
-    monkeypatch.setattr(vllm.platforms, "_current_platform", Platform())
+    found = None if capability is None else DeviceCapability(*capability)
+    asked = {"is_cpu": False, "is_cuda": device == "cuda", "get_device_capability": found}
+    platform = SimpleNamespace(device_type=device, **{name: lambda value=value: value for name, value in asked.items()})
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
     assert linears.not_served()
-    monkeypatch.undo()
-    assert linears.not_served() == ""
-
-
-def test_setting_zero_after_the_installation_leaves_new_layers_to_vllm(plugin, monkeypatch):
-    from nvfp4_tensor.integrations.vllm import linears
-
-    monkeypatch.setenv(serving.SETTING, "0")
-    assert "is 0" in linears.not_served()
-    monkeypatch.undo()
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert "VLLM_BATCH_INVARIANT" in linears.not_served()
 
 
 def moe(**changes):
-    from types import SimpleNamespace
-
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     parallel = SimpleNamespace(use_all2all_kernels=False, enable_eplb=False)

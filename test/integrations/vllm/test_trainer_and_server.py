@@ -8,7 +8,7 @@ from helpers.served_by_vllm import serve
 from helpers.tiny_models import tiny_model
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4WeightOnlyConfig, checkpoints, training
+from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints, training
 from nvfp4_tensor.training.linear.operands import quantize_operand
 
 pytest.importorskip("vllm", reason="pip install '.[serve-test]' in an environment of its own")
@@ -75,16 +75,17 @@ def different(served, operands):
 
 def operands_of(model, recipe):
     """Return the operands of the trainer's own forward, by the linear's name."""
-    from nvfp4_tensor import NVFP4Tensor, QuantizeSpec
-
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, training.NVFP4TrainingLinear):
-            codes = quantize_operand(module.weight.detach(), module.active_recipe.w)
-            fields = *codes, module.in_features, torch.float32, QuantizeSpec()
-            found[name] = NVFP4Tensor(*fields)
-    assert len(found) == 28
-    return found
+    linears = [(name, each) for name, each in model.named_modules() if isinstance(each, training.NVFP4TrainingLinear)]
+    assert len(linears) == 28
+    return {
+        name: NVFP4Tensor(
+            *quantize_operand(each.weight.detach(), each.active_recipe.w),
+            each.in_features,
+            torch.float32,
+            QuantizeSpec(),
+        )
+        for name, each in linears
+    }
 
 
 @pytest.mark.parametrize("recipe", ["nvidia", "nvidia_4over6", "accurate", "weight_only"])
