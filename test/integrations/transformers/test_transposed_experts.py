@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 import transformers
+from helpers.checkpoint_folders import edit
 from helpers.hub_models import SIZES, from_pretrained, random_model, same_codes, same_file
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -115,3 +116,31 @@ def test_quantized_while_loading_and_saved_as_modelopt_does(family, tmp_path, id
     logits, exact = model(ids).logits, dense(ids).logits
     assert torch.equal(again(ids).logits, logits) and (logits - exact).norm() < 0.3 * exact.norm()
     torch.testing.assert_close(logits, again.dequantize()(ids).logits, rtol=0.05, atol=0.05)
+
+
+@torch.no_grad()
+def test_files_with_one_tensor_an_expert(tmp_path, ids):
+    """As compressed-tensors' files of Llama 4 have them: joined, they have the orientation of the parameter."""
+    dense, folder = small("Llama4"), tmp_path / "nvfp4"
+    dense.save_pretrained(tmp_path / "dense")
+    model = from_pretrained(tmp_path / "dense", None)
+    model.save_pretrained(folder)
+
+    def split(tensors):
+        for name in [name for name in tensors if ".experts." in name]:
+            del tensors[name]
+        for last, linears in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+            parts = parts_of(model.get_parameter(EXPERTS["Llama4"] + last).transpose(-2, -1))
+            for expert in range(4):
+                codes, scales = (t[expert].chunk(len(linears)) for t in (parts.qdata, parts.scale.view(torch.uint8)))
+                for linear, code, scale in zip(linears, codes, scales, strict=True):
+                    name = f"{EXPERTS['Llama4']}{expert}.{linear}.weight"
+                    tensors[name], tensors[f"{name}_scale"] = code.clone(), scale.clone().view(torch.float8_e4m3fn)
+                    tensors[f"{name}_scale_2"] = parts.per_tensor_scale[expert].reshape(()).clone()
+
+    edit(folder, split)
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    for name in NAMES:
+        weight = again.get_parameter(EXPERTS["Llama4"] + name)
+        assert weight.transposed and same_codes(weight, model.get_parameter(EXPERTS["Llama4"] + name))
+    assert torch.equal(again(ids).logits, model(ids).logits)
