@@ -124,9 +124,9 @@ class Loaded:
     scale: Tensor
     factors: Tensor
     rows: Sequence[int]
-    input_scales: Tensor | None = None
-    divides: bool = False
-    quantizes_activations: bool = False
+    input_scales: Tensor | None
+    divides: bool
+    quantizes_activations: bool
 
 
 def weight_of(loaded: Loaded, dtype: torch.dtype) -> NVFP4Tensor:

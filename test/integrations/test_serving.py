@@ -195,6 +195,7 @@ def projection(dense, ratios, inputs=None, seed=0):
         scale=torch.cat([each.scale.view(torch.uint8) for each in parts], 1).view(torch.float8_e4m3fn),
         factors=torch.cat([each.per_tensor_scale for each in parts], 1),
         rows=[each.shape[1] for each in tensors],
+        divides=False,
         input_scales=None if inputs is None else torch.full((len(dense), len(ratios)), inputs),
         quantizes_activations=inputs is not None,
     )
