@@ -32,6 +32,11 @@ def test_experts_are_whole_with_each_shard_of_each():
     for missing in range(4):
         some = [call for i, call in enumerate(calls) if i != missing]
         assert not has_all_experts(loaded(*some, experts=True), ("w1", "w3"), 2)
+    stacked = loaded(experts=True)
+    for shard in ("w1", "w3"):  # each shard of all experts is one tensor in the file
+        assert not has_all_experts(stacked, ("w1", "w3"), 2)
+        stacked.weight_loader(stacked, torch.zeros(2, 4, 2), shard_id=shard)
+    assert has_all_experts(stacked, ("w1", "w3"), 2)
 
 
 def empty_layer(method, experts=False):

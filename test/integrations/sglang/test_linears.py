@@ -120,14 +120,6 @@ def test_sglangs_layers_and_loaders(kind, monkeypatch):
         assert_products(lambda x, layer=layer: layer.quant_method.apply(layer, x, None), parts, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_not_loaded_is_refused(kind):
-    names = ("weight_packed", "weight_global_scale") if kind.startswith("nvfp4") else ("weight", "weight_scale_2")
-    for name in (*names, "weight_scale"):
-        with pytest.raises(ValueError, match=f"{name} was not loaded"):
-            Fused(kind).fill(weights(), without=[("k", name)])
-
-
 @pytest.mark.parametrize("kind", ["NVFP4", "nvfp4"])
 def test_setting_w4a16(kind, monkeypatch):
     monkeypatch.setenv(serving.SETTING, "w4a16")

@@ -145,13 +145,14 @@ def test_torchaos_own_config(llama, tmp_path, ids):
     assert len(quantized(AutoModelForCausalLM.from_pretrained(tmp_path / "a"))) == 14
 
 
-def test_a_model_in_two_places(llama, tmp_path):
-    """Some weights are on the meta device, and accelerate has their values."""
+def test_a_model_in_two_places(llama, tmp_path, ids):
+    """Some weights are on the meta device, and accelerate moves their values to the device at each call."""
     accelerate = pytest.importorskip("accelerate")
     model = from_pretrained(llama()[1])
     model.save_pretrained(tmp_path / "a")
+    expected = model(ids).logits
     accelerate.cpu_offload(model, execution_device="cpu")
-    assert model.model.layers[0].mlp.up_proj.weight.is_meta
+    assert model.model.layers[0].mlp.up_proj.weight.is_meta and torch.equal(model(ids).logits, expected)
     model.save_pretrained(tmp_path / "b")
     assert all(same_file(tmp_path / "a", tmp_path / "b", each) for each in ("model.safetensors", "config.json"))
 

@@ -162,13 +162,6 @@ def test_two_ranks(kind, monkeypatch):
 # --- what must not go wrong in silence -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind, missing", zip(KINDS, "qkvqkv", strict=True))
-def test_a_part_that_was_not_loaded_is_refused(kind, missing):
-    kept = [(weight, shard) for weight, shard in zip(qkv_weights(), "qkv", strict=True) if shard != missing]
-    with pytest.raises(ValueError, match=r"qkv_proj: weight.* was not loaded"):
-        served(qkv(kind), [weight for weight, _ in kept], kind, [shard for _, shard in kept])
-
-
 @pytest.mark.parametrize("kind", ["modelopt W4A4 static", "compressed-tensors W4A4 static"])
 def test_different_input_scales(kind):
     """The largest serves all; some alone are refused."""
@@ -247,16 +240,3 @@ def test_a_model_with_loaders_of_its_own():
     lacking.weight_scale_2.weight_loader(lacking.weight_scale_2, weight.per_tensor_scale)
     with pytest.raises(ValueError, match="block scales were not loaded"):
         lacking.quant_method.process_weights_after_loading(lacking)
-
-
-@kinds
-def test_loading_into_a_served_layer_is_refused(kind):
-    """A load_weights without vLLM's reload would change codes and leave scales."""
-    layer = served(qkv(kind), qkv_weights(), kind)
-    before = layer.weight.clone()
-    if "modelopt" in kind:
-        with pytest.raises(RuntimeError, match="reload_weights"):
-            layer.weight.weight_loader(layer.weight, qkv_weights()[0].qdata, "q")
-    else:
-        assert not hasattr(layer, "weight_packed") and not hasattr(layer.weight, "weight_loader")
-    assert torch.equal(layer.weight, before)
