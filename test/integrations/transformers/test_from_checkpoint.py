@@ -68,7 +68,7 @@ def test_hf_quant_config_of_another_format_is_left_alone(folder, tmp_path):
     edit_json(folder / "hf_quant_config.json", lambda fields: fields["quantization"].update(quant_algo="FP8"))
     for each in (folder, tmp_path / "dense"):
         assert getattr(AutoConfig.from_pretrained(each), "quantization_config", None) is None
-    with pytest.raises(ValueError, match="found neither"):
+    with pytest.raises(ValueError, match="found none"):
         nvfp4.config_of(tmp_path / "dense")
 
 
