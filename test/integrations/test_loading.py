@@ -6,7 +6,16 @@ from helpers.served_weights import INPUT_SCALE, decoded, error_by_column, rounde
 from torch import nn
 
 from nvfp4_tensor.integrations import serving
-from nvfp4_tensor.integrations.loading import COMPRESSED, EXPERTS, MODELOPT, Loader, Served, has_all_experts, is_whole
+from nvfp4_tensor.integrations.loading import (
+    COMPRESSED,
+    EXPERTS,
+    MODELOPT,
+    Loader,
+    Served,
+    has_all_experts,
+    is_whole,
+    loads_of,
+)
 from nvfp4_tensor.integrations.serving import Activations
 
 ROWS = (64, 32, 32)
@@ -39,14 +48,24 @@ def test_experts_are_whole_with_each_shard_of_each():
     assert has_all_experts(stacked, ("w1", "w3"), 2)
 
 
+def test_experts_of_other_ranks_are_not_recorded():
+    layer, parameter = nn.Module(), nn.Parameter(torch.zeros(4, 2))
+    load = Loader(layer, lambda *args, **kwargs: None, True, elsewhere=lambda layer, parameter, expert: expert == 1)
+    for expert in range(2):
+        load(parameter, torch.zeros(4, 2), shard_id="w1", expert_id=expert)
+    assert loads_of(parameter) == {("w1", 0)}
+
+
 def empty_layer(method, experts=False):
     """Return the parameters that a server registers for q, k and v, or for two experts, with arbitrary values."""
     layer = nn.Module()
     layer.params_dtype, layer.logical_widths = torch.bfloat16, ROWS
 
-    def write(parameter, value, shard_id, expert_id=None):
+    def write(parameter, value, shard_id=None, expert_id=None):
         data = parameter.data
-        if experts:  # gates and ups are halves of the rows; each of an expert's has a scale
+        if shard_id is None:  # q, k and v are one tensor
+            start, size = 0, 1 if data.dim() == 1 else len(value)
+        elif experts:  # gates and ups are halves of the rows; each of an expert's has a scale
             data, index = data[expert_id], ("w1", "w3").index(shard_id) if shard_id != "w2" else 0
             start, size = (index, 1) if data.dim() == 1 else (index * len(value), len(value))
         else:
@@ -113,6 +132,20 @@ def test_a_part_that_was_not_loaded_is_named(name):
     with pytest.raises(ValueError, match=f"qkv_proj: {name} was not loaded, or only in part"):
         method.adopt(layer, "qkv_proj")
     assert dict(layer.named_parameters()) == before and method.activations is None
+
+
+def test_weights_that_are_one_in_the_file_have_its_scales():
+    """Those of the other parts are arbitrary in a parameter that a server has not initialized."""
+    method, (weight,) = method_of(MODELOPT, True), weights_of((128,), 64, (1.0,))
+    layer = empty_layer(method)
+    for name, tensor in tensors_of(weight, False, INPUT_SCALE).items():
+        parameter = getattr(layer, name)
+        if parameter.dim() == 1:
+            parameter.data.fill_(5.0)
+        parameter.weight_loader(parameter, tensor)
+    method.adopt(layer, "qkv_proj")
+    assert (layer.nvfp4_factor == weight.per_tensor_scale).all()
+    assert layer.nvfp4_amax == torch.tensor(INPUT_SCALE) * 2688
 
 
 def test_a_reload_may_not_change_how_activations_are_quantized():
