@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -122,4 +124,4 @@ def _keeps_activations(x: Tensor, w: NVFP4Tensor) -> bool:
     """Return whether the product of x (..., K) and w rounds only the result."""
     if w.activation_spec is not None:
         return False
-    return w.product_backend != ProductBackend.FP8 or x.shape[:-1].numel() < backends.FP8_ROWS
+    return w.product_backend != ProductBackend.FP8 or math.prod(x.shape[:-1]) < backends.FP8_ROWS
