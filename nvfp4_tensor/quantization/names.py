@@ -37,7 +37,10 @@ def _compiled(expression: str) -> re.Pattern[str]:
         raise ValueError(f"'re:{expression}' is not a regular expression: {error}") from None
 
 
-_MEMBERS = frozenset(member for row in (*JOINED_WHOLE, *JOINED) for member in row)
+_ROWS: dict[str, list[tuple[str, ...]]] = {}  # by member, in the order of the tables
+for _row in (*JOINED_WHOLE, *JOINED):
+    for _member in _row:
+        _ROWS.setdefault(_member, []).append(_row)
 
 
 def joined_with(name: str, names: Container[str]) -> tuple[str, ...]:
@@ -57,11 +60,10 @@ def group_of(name: str, chosen: Container[str], linears: Container[str]) -> tupl
 def _row_of(name: str, names: Container[str]) -> tuple[str, tuple[str, ...]] | None:
     """Return the prefix and the row of the tables by which a weight is joined."""
     for prefix, member in _split(name):
-        for row in (*JOINED_WHOLE, *JOINED):
-            if member in row:
-                present = sum(f"{prefix}{each}.weight" in names for each in row)
-                if present == len(row) or (present > 1 and row not in JOINED_WHOLE):
-                    return prefix, row
+        for row in _ROWS[member]:
+            present = [f"{prefix}{each}.weight" in names for each in row].count(True)
+            if present == len(row) or (present > 1 and row not in JOINED_WHOLE):
+                return prefix, row
     return None
 
 
@@ -71,7 +73,7 @@ def _split(name: str) -> Iterator[tuple[str, str]]:
     start = len(module)
     for _ in range(2):  # members have one or two parts
         start = module.rfind(".", 0, start)
-        if (member := module[start + 1 :]) in _MEMBERS:
+        if (member := module[start + 1 :]) in _ROWS:
             yield module[: start + 1], member
         if start < 0:
             return

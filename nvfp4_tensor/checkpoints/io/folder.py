@@ -164,6 +164,9 @@ class _WithoutBytes(Mapping[str, Tensor]):
             torch.empty(info.shape, dtype=info.dtype, device="meta") if info.dtype.itemsize == 1 else self._shards[name]
         )
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._shards
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._shards)
 

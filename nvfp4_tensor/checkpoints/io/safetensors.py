@@ -124,6 +124,9 @@ class Shards(Mapping[str, Tensor]):
                 raise ValueError(f"{info.file} was truncated while it was read")
             view = view[count:]
 
+    def __contains__(self, name: object) -> bool:  # Mapping's own reads the tensor
+        return name in self.info
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.info)
 
