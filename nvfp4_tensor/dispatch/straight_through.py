@@ -36,11 +36,16 @@ def transformed(product: Callable[..., Tensor], args: Args, kwargs: Kwargs) -> T
     return with_derivative_of(values, product(*tree_map(_multiplied, args), **tree_map(_multiplied, kwargs)))
 
 
+@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 cannot trace it
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
+
+
 def autocasts(x: Tensor) -> bool:
     if (x.is_cpu or x.is_cuda) and not torch.compiler.is_dynamo_compiling():  # faster
         return torch._C._is_any_autocast_enabled()
     device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
 def has_gradient(*tensors: Any) -> bool:
