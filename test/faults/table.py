@@ -67,7 +67,7 @@ FAULTS = [
       "matmul/test_matmul.py dispatch/test_operators.py"),
     F("matmul/backends.py", "x.shape[0] < FP8_ROWS", "x.shape[0] <= FP8_ROWS", "matmul/test_fp8.py matmul/test_backends.py"),
     F("matmul/backends.py", "return min(own, (int(digits[:-1]), int(digits[-1]))) if digits else own",
-      "return own", "matmul/test_backends.py matmul/test_print_plans.py", gpu=True),
+      "return own", "matmul/test_backends.py"),
     F("ops/composite/step.py", "wide.square().mean(-1, keepdim=True) + eps", "wide.square().mean(-1, keepdim=True)", "ops/test_step.py"),
     # --- quantization ---
     F("quantization/observer.py", "torch.maximum(self.activation_amax, torch.ops.nvfp4.amax(x))", "torch.ops.nvfp4.amax(x)",
@@ -134,7 +134,7 @@ FAULTS = [
     F("csrc/numerics/e4m3.h", "(bits == 0 && block_amax > 0.0f)", "false", "ops/test_quantize.py", gpu=True),
     F("csrc/numerics/philox.h", "(shift == 24 ? low >> 24 | high << 8 : low >> shift)", "(low >> shift)", "ops/test_quantize.py ops/test_optimizer.py", gpu=True),
     F("csrc/numerics/block.h", "to_four ? mul(base, 1.5f) : base", "base", "ops/test_quantize.py", gpu=True),
-    F("csrc/numerics/adamw.h", "static_cast<float>(growth()) < chances", "true", "ops/test_optimizer.py", gpu=True),
+    F("csrc/numerics/adamw.h", "static_cast<float>(growth()) < chances", "true", "ops/test_optimizer.py"),
     F("csrc/numerics/adamw.h", "return {key.seed_low, key.seed_high, key.offset, stream};", "return key;", "ops/test_optimizer.py"),
     # --- native, CPU ---
     F("csrc/cpu/quantize/block_math.h", "less(error4, error6)", "less(error6, error4)", "ops/test_quantize.py"),
@@ -153,8 +153,7 @@ FAULTS = [
       "offset.first + static_cast<int64_t>(row * static_cast<uint32_t>(offset.width)) + column - (column > 63)", "ops/test_quantize.py ops/test_pairs.py", gpu=True),
     F("csrc/cuda/matmul/few_rows/kernel.cuh", "stride * 4 + (next_band ? 96 : 0)", "stride * 4 + (next_band ? 92 : 0)",
       "matmul/test_cuda_matmul.py matmul/test_cuda_grouped.py", gpu=True),
-    F("csrc/cuda/matmul/few_rows/kernel.cuh", "kPlain || cursor.row + rows <= last ? cursor.elements : 0",
-      "cursor.elements",
+    F("csrc/cuda/matmul/few_rows/kernel.cuh", "left > 16 ? 8 : 0", "left > 48 ? 8 : 0",
       "matmul/test_cuda_matmul.py matmul/test_cuda_grouped.py", gpu=True),
     F("csrc/cuda/attention/codes.cuh", "exp2_of(shared.left.most[warp][row] - most)", "1.0f", "ops/test_attention.py generation/test_attention.py", gpu=True),
     F("csrc/cuda/attention/codes.cuh", "token < mask.seen.begin || token >= mask.seen.end", "token >= mask.seen.end",

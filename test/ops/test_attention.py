@@ -85,6 +85,17 @@ def test_nothing_to_see_is_zero(kernels):
     assert torch.equal(out[1, :, :2], torch.zeros_like(out[1, :, :2])) and out[1, :, 2].any()
 
 
+@pytest.mark.parametrize("size, dtype", zip(SIZES, (*DTYPES, torch.bfloat16), strict=True))
+def test_dense_tokens_before_the_first_may_be_anything(kernels, size, dtype):
+    arguments = problem(front=20, lengths=(0, 40), size=size, first=(25, 3), dtype=dtype)
+    expected = plain.attend_codes(*arguments)
+    for front, latest in ((9, 11), (10, 12)):  # keys, values
+        arguments[front][0], arguments[front][1, :, :3], arguments[latest][0, :, :5] = torch.nan, torch.inf, torch.nan
+    moved = on(kernels, arguments)
+    for _ in each_instruction_set() if kernels == "cpu" else (kernels,):
+        assert_close(nvfp4.attend_codes(*moved).cpu(), expected, dtype)
+
+
 PLACES = {"q": 0, "latest key": 11, "latest value": 12, "front key": 9, "key scale": 2, "value scale": 5}
 
 

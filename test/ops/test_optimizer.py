@@ -8,6 +8,7 @@ import torch
 from helpers.optimizer_steps import SEED, assert_same, hyper, moments, run, vector_step, weight_of
 
 from nvfp4_tensor import QuantizeSpec, quantize
+from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.ops.schemas import plain
 
 SHAPES = [(1, 16), (3, 40), (5, 1), (130, 64), (257, 1008)]
@@ -34,6 +35,18 @@ def test_kernels_have_the_bits_of_plain_torch(rows, columns, kind, kernels):
         got = run(torch.ops.nvfp4, weight, grad, state, step, kernels, 7, lr)
         weight, state = run(plain, weight, grad, state, step, "cpu", 7, lr)
         assert_same(got, (weight, state))
+
+
+def test_scales_grow_by_chance(kernels):
+    """Steps of a tenth of a weight: of 8,192 blocks in rows of many magnitudes, some outgrow their scales."""
+    values = torch.randn(128, 1024) * 2.0 ** -torch.arange(128).div(16, rounding_mode="floor")[:, None]
+    w = quantize(values, QuantizeSpec())
+    weight, state, grad = [w.qdata, w.scale, w.per_tensor_scale], moments(128, 1024), torch.randn(128, 1024)
+    got = run(torch.ops.nvfp4, weight, grad, state, 1, kernels, lr=0.1)
+    expected = run(plain, weight, grad, state, 1, lr=0.1)
+    assert_same(got, expected)
+    before, after = (layout.unswizzle(t, 128, 64).float() for t in (w.scale, expected[0][1]))
+    assert 2000 < (after == 2 * before).sum() < 3000 and (after == before).sum() > 2000
 
 
 @pytest.mark.parametrize("dtype, grad_dtype", [*itertools.product(FLOATS, FLOATS)])

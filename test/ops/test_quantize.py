@@ -123,6 +123,16 @@ def test_any_amax(kernels, spec):
         assert finite[:70].all() if amax.isfinite().all() else not finite.any()
 
 
+def test_scales_that_vanish_are_rounded_up(kernels):
+    """Those of blocks of 1e-20 beside 1e38, in float32 too, and of blocks of zeros."""
+    x = torch.randn(32, 64, dtype=torch.float32) * 1e-20
+    x[0, 0], x[3] = 1e38, 0.0
+    for spec in (QuantizeSpec(scale_rounding="up", round_mode=mode) for mode in ("rne", "stochastic")):
+        _, scale, _ = check(kernels, x, spec)
+        rows = layout.unswizzle(scale, 32, 4).view(torch.uint8)
+        assert (rows[1:3] == 1).all() and (rows[3] == 0).all()
+
+
 VIEWS = (
     lambda t: t[::2, 16:336], lambda t: t[5:9, 3:50], lambda t: t.t(), lambda t: t[:, ::3], lambda t: t[:1, 7:],
     lambda t: t[3], lambda t: t.view(4, 24, 400)[:, 1], lambda t: t[:1].expand(2, 5, 400),
