@@ -166,17 +166,18 @@ class Combine(enum.Enum):
     GELU_TANH_NO_MUL = "gelu_tanh_no_mul"
     RELU2_NO_MUL = "relu2_no_mul"
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return gate * up of the halves of x (M, 2 * I), or the activation of x (M, I): each step rounded."""
-        gate, up = (x, None) if self.value.endswith("_no_mul") else x.chunk(2, -1)
-        kind = self.value.removesuffix("_no_mul")
-        if kind == "silu":
-            y = torch.nn.functional.silu(gate)
-        elif kind == "relu2":
-            y = torch.nn.functional.relu(gate).square()
-        else:
-            y = torch.nn.functional.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
-        return y if up is None else y * up
+
+def combined(x: Tensor, how: Combine) -> Tensor:
+    """Return gate * up of the halves of x (M, 2 * I), or the activation of x (M, I): each step rounded."""
+    gate, up = (x, None) if how.value.endswith("_no_mul") else x.chunk(2, -1)
+    kind = how.value.removesuffix("_no_mul")
+    if kind == "silu":
+        y = torch.nn.functional.silu(gate)
+    elif kind == "relu2":
+        y = torch.nn.functional.relu(gate).square()
+    else:
+        y = torch.nn.functional.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return y if up is None else y * up
 
 
 def experts(
@@ -214,7 +215,7 @@ def experts(
     rows = x[order // top]
     if weights_on_input:
         rows = rows * weights.reshape(-1)[order, None].to(x.dtype)
-    hidden = combine(_grouped(rows, gate_up, ends))
+    hidden = combined(_grouped(rows, gate_up, ends), combine)
     y = _grouped(hidden, down, ends)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     y = y[back].view(tokens, top, down.qdata.shape[1]).float()

@@ -213,7 +213,7 @@ def mirrored(x, weights, ids, gate_up, down, combine, round_x, expert_map=None):
             expert = expert if expert_map is None else expert_map[expert].item()
             if expert >= 0:
                 hidden = (round_x(x[token : token + 1], 0) @ gate_up[expert].t()).to(x.dtype)
-                hidden = combine(hidden)
+                hidden = serving.combined(hidden, combine)
                 y[token] += weight * (round_x(hidden, 1) @ down[expert].t()).to(x.dtype).float()[0]
     return y.to(x.dtype)
 
