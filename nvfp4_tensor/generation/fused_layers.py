@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.generation.architectures import Activation, Attention, Block, FeedForward, Linear, Model, Norm
-from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, GraphPlace
+from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, Place
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
@@ -48,7 +48,7 @@ class FusedLayers:
     def __call__(
         self,
         x: Tensor,
-        position: Tensor | GraphPlace,
+        place: Place,
         rotations: Sequence[tuple[Tensor, Tensor]],
         keys: Sequence[Buffer],
         values: Sequence[Buffer],
@@ -56,16 +56,14 @@ class FusedLayers:
         """Return the hidden states (1, D) after the last norm of one embedded token x (1, D).
 
         Args:
-            position: int64 (1,), the number of tokens in the buffers, less than their length; of a cache of codes, what
-                that means to it.
+            place: of the token, whose position is less than the length of the buffers; without ``starts``.
             rotations: cos and sin (1, head_dim) for each of the model's rotary embeddings.
-            keys, values: those that this object was made for. The token's are written at ``position``.
+            keys, values: those that this object was made for.
         """
         cos, sin = (each.flatten() for each in rotations[self.rotary])
-        at = position.ring if isinstance(position, GraphPlace) else position
         tensors, _ = _cache(keys, values)
         hidden: Tensor = torch.ops.nvfp4.decode_layers(
-            x, self.plan, *self.weights, *tensors, cos, sin, at, *self.constants, *self.coding
+            x, self.plan, *self.weights, *tensors, cos, sin, place.position, *self.constants, *self.coding
         )
         return hidden
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from nvfp4_tensor.generation.fixed_cache import (
 from nvfp4_tensor.generation.graph_plan import GraphPlan
 from nvfp4_tensor.generation.runner import Runner, addresses_of
 
-MAX_BATCH = 16
+MAX_BATCH = 256
 """The largest number of texts that are decoded together."""
 RUNNERS = 8
 """The largest number of graphs, one for each cache and way to choose tokens. The oldest gives way."""
@@ -58,11 +58,11 @@ class GraphDecoder:
         # generate reads which arguments a model's forward has.
         self.__signature__ = inspect.signature(type(self.model).forward.__get__(self.model))
         self._plan = plan
-        self._runners: dict[tuple[Chooser | None, tuple[int, ...]], Runner] = {}
+        self._runners: dict[tuple[Chooser | None, bool, tuple[int, ...]], Runner] = {}
         self._pool: Any = None
         self._buffers: list[Buffers] = []
         self._latest: tuple[Any, Runner] | None = None
-        self._full_mask: tuple[Tensor, Any] | None = None
+        self._known: tuple[Tensor, int | None, Padding | None] | None = None
         self._warned: set[str] = set()
         self._failed: GraphPlan | None = None
         self._changes = 0
@@ -145,50 +145,65 @@ class GraphDecoder:
         if not self._is_one_token(input_ids, cache, others):
             return None
         position, position_ids = length_of(cache), others.get("position_ids")
-        if position >= capacity_of(cache) or not self._sees_all(others.get("attention_mask"), position):
+        mask = others.get("attention_mask")
+        if position >= capacity_of(cache) or not self._is_left_padded(mask, position):
             return None
         if position_ids is not None and tuple(position_ids.shape) not in ((1, 1), tuple(input_ids.shape)):
             return None
-        runner = self.launch(cache, input_ids, position, position_ids)
+        padding = None if mask is None else self.padding_of(mask)
+        runner = self.launch(cache, input_ids, position, position_ids, padding)
         if runner is None:
             return None
         append_one(cache)
         return self._output(runner.logits.clone()[:, None], cache)
 
-    def launch(self, cache: Any, tokens: Tensor, position: int, position_ids: Tensor | None = None) -> Runner | None:
+    def launch(
+        self,
+        cache: Any,
+        tokens: Tensor,
+        position: int,
+        position_ids: Tensor | None = None,
+        padding: Padding | None = None,
+    ) -> Runner | None:
         """Run one token per text, or return None if the model is not one that can be run.
 
         The model is compared with its plan after the launch, while the device computes: a graph only reads memory that
         its plan keeps alive, so what it computed for a changed model is dropped.
         """
         for _ in range(2):
-            runner = self.runner(cache)
+            runner = self.runner(cache, None, position, padding)
             if runner is None or runner.plan.requests_more:
                 return None
             runner.feed(tokens)
-            runner.launch(position, position_ids)
+            runner.launch(position, position_ids, None if padding is None else padding.starts)
             if self.plan() is runner.plan:
                 return runner
         return None
 
-    def runner(self, cache: Any, chooser: Chooser | None = None) -> Runner | None:
+    def runner(
+        self, cache: Any, chooser: Chooser | None = None, position: int = 0, padding: Padding | None = None
+    ) -> Runner | None:
         """Return the runner for the cache's buffers, which is made and captured the first time, or None.
 
         It is that of the last plan, which may not hold any more.
         """
+        padded = padding is not None
         if self._plan is None:
             self._renew()
         plan = self._usable()
         if plan is None or len(cache.layers) != plan.layers:
             return None
-        if plan.description is None and type(cache) is not FixedCache:
+        if plan.description is None and (padded or type(cache) is not FixedCache):
             return None
-        if has_codes(cache) and not plan.reads_codes:
+        if has_codes(cache) and not (plan.reads_codes and _is_before_ring(padding, cache, position)):
             return None
-        now = (weakref.ref(cache), cache.moves, chooser, plan) if type(cache) is FixedCache else None
+        now = (weakref.ref(cache), cache.moves, chooser, padded, plan) if type(cache) is FixedCache else None
         if now is not None and self._latest is not None and self._latest[0] == now:
             return self._latest[1]  # without looking at all addresses
-        key = (chooser, addresses_of(cache))
+        addresses = addresses_of(cache)
+        # The kernel of all layers is for one text without padding; for more, one graph serves both.
+        reads_starts = padded or (addresses[0] > 1 and plan.description is not None)
+        key = (chooser, reads_starts, addresses)
         if key in self._runners:
             self._latest = None if now is None else (now, self._runners[key])
             return self._runners[key]
@@ -201,7 +216,7 @@ class GraphDecoder:
             del self._runners[next(iter(self._runners))]
             self._latest = None
         try:
-            self._runners[key] = Runner(plan, cache, key[1][0], chooser, self._graph_pool(plan))
+            self._runners[key] = Runner(plan, cache, addresses[0], chooser, reads_starts, self._graph_pool(plan))
         except Exception as error:  # of any kind: a model's own code may do what a capture forbids
             if plan.device.type != "cuda":
                 raise
@@ -218,7 +233,7 @@ class GraphDecoder:
 
     def new_chooser(self, sampling: Sampling, batch: int, count: int) -> Chooser:
         """Return a chooser for ``count`` tokens, an earlier one where it fits, whose graph is used again."""
-        for chooser, _ in self._runners:
+        for chooser, *_ in self._runners:
             fits = chooser is not None and (chooser.kind, chooser.batch) == (sampling.kind, batch)
             if chooser is not None and fits and chooser.count >= min(count, ROWS) and not chooser.in_use:
                 chooser.load(sampling)
@@ -252,26 +267,32 @@ class GraphDecoder:
             and others.get("return_dict") is not False
         )
 
-    def _sees_all(self, mask: Any, position: int) -> bool:
-        """Return whether tokens attend to all earlier ones, that is, no prompt was padded."""
+    def _is_left_padded(self, mask: Any, position: int) -> bool:
+        """Return whether each text sees all tokens from its first one on: a prompt has padding only before it."""
         if mask is None:
             return True
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != position + 1:
             return False
-        if not self.knows_full(mask):
-            if not bool(mask.all()):
+        if not self.knows(mask):
+            is_left, padding = padding_of(mask)
+            if not is_left:
                 return False
-            self.know_full(mask)
+            self.know(mask, padding)
         return True
 
-    def knows_full(self, mask: Any) -> bool:
-        """Return whether a mask is known to be all ones, without reading it from the device."""
-        known = self._full_mask
+    def knows(self, mask: Any) -> bool:
+        """Return whether the padding of a mask is known without reading it from the device."""
+        known = self._known
         return known is not None and known[0] is mask and known[1] is not None and known[1] == _version(mask)
 
-    def know_full(self, mask: Tensor) -> None:
-        """Remember that this mask is all ones."""
-        self._full_mask = mask, _version(mask)
+    def know(self, mask: Tensor, padding: Padding | None) -> None:
+        """Remember where the texts of this mask start."""
+        self._known = mask, _version(mask), padding
+
+    def padding_of(self, mask: Tensor) -> Padding | None:
+        """Return the padding of the mask that was the last one to be known, None for none."""
+        assert self._known is not None and self._known[0] is mask
+        return self._known[2]
 
     def _output(self, logits: Tensor, cache: Any) -> Any:
         description = None if self._plan is None else self._plan.description
@@ -283,6 +304,29 @@ class GraphDecoder:
 def is_given(value: Any) -> bool:
     """Return whether an argument asks for something; a tensor always does."""
     return value is not None and (isinstance(value, Tensor) or bool(value))
+
+
+class Padding(NamedTuple):
+    """Padding before texts."""
+
+    starts: Tensor
+    """int64 (B,): the first position of each text in the cache. Nothing writes to it."""
+    most: int
+    """The largest of them."""
+
+
+def padding_of(mask: Tensor) -> tuple[bool, Padding | None]:
+    """Return whether padding of a mask (B, S) is only before texts, and that padding, None for none."""
+    ones = mask != 0
+    starts = mask.shape[1] - ones.sum(-1)
+    is_left = ((ones.long().cumsum(-1) > 0) == ones).all()
+    only_left, most = torch.stack((is_left, starts.max())).tolist()
+    return bool(only_left) and most < mask.shape[1], Padding(starts, most) if most else None
+
+
+def _is_before_ring(padding: Padding | None, cache: Any, position: int) -> bool:
+    """Return whether a cache of codes has no padding among its latest tokens, whose order attention does not know."""
+    return padding is None or padding.most <= position - cache.layers[0].recent
 
 
 def _version(mask: Tensor) -> int | None:
@@ -316,15 +360,16 @@ class GraphCaches:
 
 
 class MaskKeeper:
-    """Replaces the method of ``generate`` that makes the next mask, to know it is all ones if the last one was."""
+    """Replaces the method of ``generate`` that makes the next mask, whose padding is that of the last one."""
 
     def __init__(self, decoder: GraphDecoder) -> None:
         self.decoder = decoder
 
     def __call__(self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        was_full = self.decoder.knows_full(model_kwargs.get("attention_mask"))
-        model = self.decoder.model
+        decoder, model, mask = self.decoder, self.decoder.model, model_kwargs.get("attention_mask")
+        is_known = decoder.knows(mask)
+        padding = decoder.padding_of(mask) if is_known else None
         updated = type(model)._update_model_kwargs_for_generation(model, outputs, model_kwargs, *args, **kwargs)
-        if was_full:
-            self.decoder.know_full(updated["attention_mask"])
+        if is_known:
+            decoder.know(updated["attention_mask"], padding)
         return updated

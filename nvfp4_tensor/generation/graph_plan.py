@@ -22,6 +22,7 @@ from nvfp4_tensor.generation.fixed_cache import (
 from nvfp4_tensor.generation.fused_layers import FusedLayers
 from nvfp4_tensor.generation.model_state import ModelState, check_known, check_modules, unsupported_reason
 from nvfp4_tensor.generation.plan import check_model
+from nvfp4_tensor.generation.ring import Place
 from nvfp4_tensor.generation.token_step import Rotation, TokenStep
 
 _REQUESTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -85,11 +86,9 @@ class GraphPlan:
             each.attention.window or each.attention.sinks is not None for each in self.description.blocks
         )
 
-    def bind(self, cache: Any) -> NativeStep | OwnStep | CodesStep:
-        """Return the step that appends to the buffers of this cache."""
-        if has_codes(cache):
-            return CodesStep(self, cache)
-        return OwnStep(self, cache) if self.description is None else NativeStep(self, cache)
+    def bind(self, cache: Any, padded: bool) -> NativeStep | OwnStep:
+        """Return the step that appends to the buffers of this cache; ``padded``: texts may have padding before them."""
+        return OwnStep(self, cache) if self.description is None else NativeStep(self, cache, padded)
 
     def run(self, *arguments: Any) -> Tensor:
         """Run the native step: arguments and logits as of :class:`~nvfp4_tensor.generation.token_step.TokenStep`."""
@@ -97,50 +96,38 @@ class GraphPlan:
 
 
 class NativeStep:
-    """The native step with the buffers of one cache."""
+    """The native step with the buffers of one cache, dense or of codes."""
 
-    def __init__(self, plan: GraphPlan, cache: Any) -> None:
+    def __init__(self, plan: GraphPlan, cache: Any, padded: bool) -> None:
         assert plan.description is not None
-        self.plan, self.buffers = plan, buffers_of(cache)
-        self.fused = FusedLayers.of(plan.description, *self.buffers)
+        self.plan = plan
+        self.codes = graph_buffers_of(cache) if has_codes(cache) else None
+        self.buffers = buffers_of(cache) if self.codes is None else (self.codes, self.codes)
+        self.fused = None if padded else FusedLayers.of(plan.description, *self.buffers)
 
     def __call__(
-        self, tokens: Tensor, position: Tensor, positions: Tensor, rotations: Sequence[Rotation] | None
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        starts: Tensor | None,
+        positions: Tensor,
+        rotations: Sequence[Rotation] | None,
     ) -> Tensor:
         """Return the logits (B, vocabulary) after tokens (B, 1).
 
         Args:
             position: (1,), the number of tokens in the cache.
+            starts: (B,), the first position that each text sees; None: 0.
             positions: (B, 1), for the rotary embeddings.
             rotations: cos and sin of these positions, None to compute them here.
         """
         rotations = self.plan.rotations(positions) if rotations is None else rotations
-        return self.plan.run(tokens.flatten(), position, rotations, *self.buffers, self.fused)
+        place = Place(position, starts) if self.codes is None else self.codes[0].place_of(position, starts)
+        return self.plan.run(tokens.flatten(), place, rotations, *self.buffers, self.fused)
 
     def release(self) -> None:
         """Forget the buffers, which a captured graph knows by their addresses."""
-        del self.buffers
-
-
-class CodesStep:
-    """The native step with a cache of codes."""
-
-    def __init__(self, plan: GraphPlan, cache: Any) -> None:
-        assert plan.description is not None
-        self.plan, self.buffers = plan, graph_buffers_of(cache)
-        self.fused = FusedLayers.of(plan.description, self.buffers, self.buffers)
-
-    def __call__(
-        self, tokens: Tensor, position: Tensor, positions: Tensor, rotations: Sequence[Rotation] | None
-    ) -> Tensor:
-        """Return the logits; arguments as of :class:`NativeStep`."""
-        rotations = self.plan.rotations(positions) if rotations is None else rotations
-        place = self.buffers[0].place_of(position)
-        return self.plan.run(tokens.flatten(), place, rotations, self.buffers, self.buffers, self.fused)
-
-    def release(self) -> None:
-        """Forget the buffers, which a captured graph knows by their addresses."""
-        del self.buffers
+        del self.buffers, self.codes
 
 
 class OwnStep:
@@ -153,7 +140,7 @@ class OwnStep:
         layers: list[Any] = self.cache.layers
         self.lengths: list[Tensor] = [layer.cumulative_length for layer in layers]
 
-    def __call__(self, tokens: Tensor, position: Tensor, positions: Tensor, rotations: object) -> Tensor:
+    def __call__(self, tokens: Tensor, position: Tensor, starts: None, positions: Tensor, rotations: object) -> Tensor:
         """Return the logits; arguments as of :class:`NativeStep`."""
         torch._foreach_copy_(self.lengths, [position[0]] * len(self.lengths))
         output = type(self.model).forward(

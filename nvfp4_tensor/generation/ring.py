@@ -47,13 +47,15 @@ class Ring:
         return self.keys.index_select(2, slots), self.values.index_select(2, slots)
 
 
-class GraphPlace(NamedTuple):
-    """Where a step writes its token, both int64."""
+class Place(NamedTuple):
+    """Where a step writes its token, and what its texts see: int64 on their device."""
 
-    ring: Tensor
-    """(1,): the position behind the front."""
-    lengths: Tensor
-    """(batch,): the tokens in codes, to which the oldest token of the ring is appended."""
+    position: Tensor
+    """(1,): the number of tokens in the cache; of a cache of codes, of those behind its front."""
+    starts: Tensor | None
+    """(batch,): the first position that each text sees, after left padding; None: 0."""
+    lengths: Tensor | None = None
+    """(batch,), of a cache of codes: the tokens in codes, to which the oldest token of the ring is appended."""
 
 
 class GraphBuffers(NamedTuple):
@@ -79,29 +81,29 @@ class GraphBuffers(NamedTuple):
         dense = (self.ring.keys, self.ring.values, self.keys.front, self.values.front)
         return tuple(t.data_ptr() for t in (*self.keys.coded, *self.values.coded, *dense))
 
-    def place_of(self, position: Tensor) -> GraphPlace:
+    def place_of(self, position: Tensor, starts: Tensor | None) -> Place:
         """Return the place of the token at ``position``, int64 (1,), which is the same for all layers."""
         behind = position - self.sink
-        return GraphPlace(behind, (behind - self.recent).expand(self.ring.keys.shape[0]).contiguous())
+        return Place(behind, starts, (behind - self.recent).expand(self.ring.keys.shape[0]).contiguous())
 
-    def place(self, before: tuple[Any, ...], place: GraphPlace, heads: int) -> Tensor:
+    def place(self, before: tuple[Any, ...], place: Place, heads: int) -> Tensor:
         """Put a token into the ring, and the ring's oldest token into codes; return the token's queries.
 
         Args:
             before: what ``nvfp4::place_one`` takes of the token: qkv, norms, cos and sin.
         """
         q: Tensor = torch.ops.nvfp4.place_one(
-            *before, self.ring.keys, self.ring.values, place.ring, heads, self.spec, *self.coded, place.lengths,
+            *before, self.ring.keys, self.ring.values, place.position, heads, self.spec, *self.coded, place.lengths,
             self.is_rotated,
         )  # fmt: skip
         return q
 
-    def attend(self, q: Tensor, lengths: Tensor, scale: float, softcap: float) -> Tensor:
+    def attend(self, q: Tensor, place: Place, scale: float, softcap: float) -> Tensor:
         """Return the attention (batch, heads * head_dim) of the token placed last to codes and to the ring."""
         front = (self.keys.front, self.values.front) if self.sink else (None, None)
         attended: Tensor = torch.ops.nvfp4.attend_codes(
-            q, *self.coded, lengths, None, *front, self.ring.keys, self.ring.values, scale, softcap, 0, self.is_rotated,
-            settled=True,  # place() writes codes behind `lengths`
+            q, *self.coded, place.lengths, place.starts, *front, self.ring.keys, self.ring.values, scale, softcap, 0,
+            self.is_rotated, settled=True,  # place() writes codes behind `place.lengths`
         )  # fmt: skip
         return attended.flatten(1)
 

@@ -31,6 +31,7 @@ class Runner:
     Args:
         chooser: with it, a step also chooses the next tokens, which are the input of the following step. Positions of
             rotary embeddings are then those of the cache, and rotations are read from a table.
+        padded: texts may begin behind padding.
 
     Attributes:
         logits: (B, vocabulary), those of the last step. The next step overwrites them.
@@ -38,16 +39,24 @@ class Runner:
     """
 
     def __init__(
-        self, plan: GraphPlan, cache: Any, batch: int, chooser: Chooser | None = None, pool: Any = None
+        self,
+        plan: GraphPlan,
+        cache: Any,
+        batch: int,
+        chooser: Chooser | None = None,
+        padded: bool = False,
+        pool: Any = None,
     ) -> None:
         self.plan, self.batch, self.chooser = plan, batch, chooser
         self._known: int | None = None
         self._known_rotary: int | None = None
+        self._known_starts: Tensor | None = None
         with torch.no_grad():
             with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
                 self._tokens = torch.zeros((batch, 1), dtype=torch.int64, device=plan.device)
                 self._positions = torch.zeros((batch, 1), dtype=torch.int64, device=plan.device)
                 self._position = torch.zeros((1,), dtype=torch.int64, device=plan.device)
+                self._starts = torch.zeros((batch,), dtype=torch.int64, device=plan.device) if padded else None
                 self._rotations: list[Rotation] | None = None
                 self._tables: list[Rotation] | None = None
                 if plan.changing_rotaries:
@@ -55,7 +64,7 @@ class Runner:
                 elif chooser is not None and plan.description is not None:
                     places = torch.arange(capacity_of(cache), device=plan.device)[:, None]
                     self._tables = [(cos.clone(), sin.clone()) for cos, sin in plan.rotations(places)]
-            self._step = plan.bind(cache)
+            self._step = plan.bind(cache, padded)
             self._replay: Callable[[], object] = self._run
             if plan.device.type == "cuda":
                 self._replay, self._graph = self._capture(cache, pool)
@@ -64,9 +73,9 @@ class Runner:
     def _run(self) -> None:
         rotations = self._rotations
         if self._tables is not None:
-            at = self._position
+            at = self._position if self._starts is None else self._positions[:, 0]
             rotations = [(cos.index_select(0, at), sin.index_select(0, at)) for cos, sin in self._tables]
-        logits = self._step(self._tokens, self._position, self._positions, rotations)
+        logits = self._step(self._tokens, self._position, self._starts, self._positions, rotations)
         if self.chooser is not None:
             self._tokens.copy_(self.chooser(logits)[:, None])
         self._position += 1
@@ -111,19 +120,26 @@ class Runner:
         """Set the next input: tokens of B elements."""
         self._tokens.copy_(tokens.view(self.batch, 1))
 
-    def launch(self, position: int, position_ids: Tensor | None = None) -> None:
+    def launch(self, position: int, position_ids: Tensor | None = None, starts: Tensor | None = None) -> None:
         """Run the fed tokens at this position of the cache, without waiting for the device.
 
         Args:
             position: the number of tokens in the cache, less than its capacity.
-            position_ids: (1 or B, 1), the positions of the rotary embeddings if they differ.
+            position_ids: (1 or B, 1), the positions of the rotary embeddings. None: counted from the starts.
+            starts: int64 (B,), where texts begin in the cache, which is not written to again. None: at 0.
         """
+        if starts is not self._known_starts:
+            assert self._starts is not None
+            self._starts.zero_() if starts is None else self._starts.copy_(starts)
+            self._known_starts, self._known_rotary = starts, None
         if self._known != position:
             self._position.fill_(position)
         if position_ids is not None:
             self._positions.copy_(position_ids)
-        elif self._known_rotary != position:
+        elif self._known_rotary != position and starts is None:
             self._positions.fill_(position)
+        elif self._known_rotary != position and starts is not None:
+            self._positions.copy_(position - starts[:, None])
         if self._rotations is not None:
             for static, new in zip(self._rotations, self.plan.rotations(self._positions), strict=True):
                 torch._foreach_copy_(list(static), list(new))

@@ -17,7 +17,7 @@ from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.choice import Chooser, Sampling
 from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, capacity_of, keeps_all_keys, length_of
-from nvfp4_tensor.generation.graph_decoder import MAX_BATCH, GraphDecoder
+from nvfp4_tensor.generation.graph_decoder import MAX_BATCH, GraphDecoder, Padding, padding_of
 
 AHEAD = 4
 """Number of steps that a GPU is given ahead of the token that the host reads, so that neither waits for the other."""
@@ -28,6 +28,7 @@ def generate(
     ids: Tensor,
     *,
     max_new_tokens: int,
+    attention_mask: Tensor | None = None,
     cache: Cache | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -37,7 +38,7 @@ def generate(
 ) -> Iterator[Tensor]:
     """Write text after each prompt, and yield it token by token.
 
-    On CUDA each token is one replay of a CUDA graph, the choice of the token included, for up to 16 prompts; the host
+    On CUDA each token is one replay of a CUDA graph, the choice of the token included, for up to 256 prompts; the host
     waits for nothing but the tokens that it yields, and those trail the GPU by up to four steps. On a CPU, and for
     models that cannot be captured, tokens are computed when they are asked for. Call :func:`decode_natively` before: it
     keeps the graph from call to call, and on a CPU makes one operator of a token.
@@ -46,8 +47,10 @@ def generate(
 
     Args:
         model: a causal language model of transformers, in evaluation mode.
-        ids: prompts, int64 (B, S) on the device of the model, all of one length and without padding.
+        ids: prompts, int64 (B, S) on the device of the model. Shorter ones have padding before them.
         max_new_tokens: the largest number of tokens to write.
+        attention_mask: (B, S), 0 for padding, as tokenizers with ``padding_side="left"`` return it; with a cache of
+            earlier tokens, (B, those + S). None: no padding.
         cache: the tokens before ``ids``: that of an earlier call, or an empty one, such as
             ``nvfp4_cache(model.config, max_tokens=...)`` for long texts. Afterwards it has all tokens but the last one
             that was yielded, with which ``ids`` of the next call begin; of a text that ended before the others, what
@@ -63,7 +66,8 @@ def generate(
         Tensor: int64 (B,) on the CPU, the next token of each text.
 
     Raises:
-        ValueError, TypeError: an argument is not valid, or the cache is of another batch size.
+        ValueError, TypeError: an argument is not valid, padding is not before the prompts, or the cache is of another
+            batch size.
         RuntimeError: while iterating, logits have a NaN.
 
     Example::
@@ -87,12 +91,26 @@ def generate(
         raise ValueError("the model is in training mode: call model.eval() first")
     if cache is not None and _batch_of(cache) not in (None, len(ids)):
         raise ValueError(f"the cache is of {_batch_of(cache)} texts, and ids of {len(ids)}: give the ids of each text")
+    before = 0 if cache is None else length_of(cache)
+    padding = None if attention_mask is None else _padding(attention_mask, ids, before)
     _check_room(cache, ids.shape[1] + max_new_tokens - 1)
     sampling = Sampling(temperature, top_k, top_p, seed)
     if stop_tokens is None:
         stop_tokens = _end_of_sequence(model)
     stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
-    return _texts(model, ids, sampling, max_new_tokens, torch.tensor(stops, dtype=torch.int64), cache)
+    writer = _Writer(model, ids, sampling, max_new_tokens, cache, padding)
+    return _texts(writer, torch.tensor(stops, dtype=torch.int64))
+
+
+def _padding(mask: Tensor, ids: Tensor, before: int) -> Padding | None:
+    shape = len(ids), before + ids.shape[1]
+    if not isinstance(mask, Tensor) or tuple(mask.shape) != shape or mask.device != ids.device:
+        found = f"{tuple(mask.shape)} on {mask.device}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must be {shape} on {ids.device}, one column for each token, got {found}")
+    is_left, padding = padding_of(mask)
+    if not is_left:
+        raise ValueError("attention_mask has padding after or in a prompt: set tokenizer.padding_side = 'left'")
+    return padding
 
 
 def _end_of_sequence(model: PreTrainedModel) -> int | Sequence[int]:
@@ -102,13 +120,11 @@ def _end_of_sequence(model: PreTrainedModel) -> int | Sequence[int]:
     return () if found is None else found
 
 
-def _texts(
-    model: Any, ids: Tensor, sampling: Sampling, count: int, stops: Tensor, cache: Cache | None
-) -> Iterator[Tensor]:
+def _texts(writer: _Writer, stops: Tensor) -> Iterator[Tensor]:
     """Yield tokens until all texts have ended."""
     ended: Tensor | None = None
     last: Tensor | None = None
-    writer = _Writer(model, ids, sampling, count, cache)
+    writer.open()
     try:
         for tokens in writer:
             if (tokens < 0).any():
@@ -128,8 +144,15 @@ def _texts(
 class _Writer:
     """Writes ``count`` tokens per prompt and iterates over them, (B,) on the CPU."""
 
-    def __init__(self, model: Any, ids: Tensor, sampling: Sampling, count: int, cache: Any) -> None:
-        self.model, self.ids, self.count, self.given = model, ids, count, cache
+    def __init__(
+        self, model: Any, ids: Tensor, sampling: Sampling, count: int, cache: Any, padding: Padding | None
+    ) -> None:
+        self.model, self.ids, self.sampling, self.count, self.given = model, ids, sampling, count, cache
+        self.padding = padding
+
+    def open(self) -> None:
+        """Take a decoder, a chooser and a cache, which others may use until then."""
+        model, ids, sampling, count, cache = self.model, self.ids, self.sampling, self.count, self.given
         self.start = 0 if cache is None else length_of(cache)
         batch = ids.shape[0]
         self.decoder = _decoder_of(model) if _is_captured(ids) and batch <= MAX_BATCH else None
@@ -178,7 +201,7 @@ class _Writer:
         if i and i % self.chooser.count == 0:
             self.chooser.load_more(i)
         if i == 0:
-            self._next = self.chooser(self._logits(self.ids, **_keep_one(self.model)))
+            self._next = self.chooser(self._logits(self.ids, self.start, **_keep_one(self.model)))
             return
         position = self.start + self.ids.shape[1] + i - 1
         if type(self.cache) is FixedCache:
@@ -186,11 +209,11 @@ class _Writer:
         runner = self._runner(position)
         if runner is None:
             assert self._next is not None
-            self._next = self.chooser(self._logits(self._next[:, None]))
+            self._next = self.chooser(self._logits(self._next[:, None], position))
             return
         if self._next is not None:
             runner.feed(self._next)
-        runner.launch(position)
+        runner.launch(position, None, None if self.padding is None else self.padding.starts)
         append_one(self.cache)
         self._last, self._next = runner, None
 
@@ -203,14 +226,19 @@ class _Writer:
             and decoder.takes(self.cache)
             and position < capacity_of(self.cache)
         ):
-            runner = decoder.runner(self.cache, self.chooser)
+            runner = decoder.runner(self.cache, self.chooser, position, self.padding)
         if runner is not None and runner is not self._last:
             runner.restart()
         if self._next is None and runner is not self._last:
             self._next = self._last.tokens
         return runner
 
-    def _logits(self, tokens: Tensor, **options: Any) -> Tensor:
+    def _logits(self, tokens: Tensor, position: int, **options: Any) -> Tensor:
+        if self.padding is not None:
+            places = torch.arange(position + tokens.shape[1], device=tokens.device) - self.padding.starts[:, None]
+            options["attention_mask"] = (places >= 0).long()
+            if "position_ids" in inspect.signature(type(self.model).forward).parameters:
+                options["position_ids"] = places[:, position:].clamp(min=0)
         output = self.model(input_ids=tokens, use_cache=True, **{cache_argument(self.model): self.cache}, **options)
         logits: Tensor = output.logits[:, -1]
         return logits

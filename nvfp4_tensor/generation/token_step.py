@@ -1,7 +1,7 @@
 """One token of each text of a batch through a described model, from the embedding to the logits.
 
     step = TokenStep(describe(model))
-    logits = step(tokens, position, rotations, keys, values)
+    logits = step(tokens, place, rotations, keys, values)
 
 A step is a sequence of torch operators and of the operators of ``ops/composite/step.py``, none of which waits for the
 device: on CUDA a graph captures it once for all positions. The same operators in plain torch run on every device. On
@@ -21,7 +21,7 @@ from transformers.integrations import moe
 
 from nvfp4_tensor.generation.architectures import Attention, Block, FeedForward, Linear, Mixture, Model, Norm
 from nvfp4_tensor.generation.fused_layers import FusedLayers
-from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, GraphPlace
+from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, Place
 from nvfp4_tensor.numerics.layout import TILE_ROWS
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -57,7 +57,7 @@ class TokenStep:
     def __call__(
         self,
         tokens: Tensor,
-        position: Tensor | GraphPlace,
+        place: Place,
         rotations: Sequence[Rotation],
         keys: Sequence[Buffer],
         values: Sequence[Buffer],
@@ -67,18 +67,18 @@ class TokenStep:
 
         Args:
             tokens: int64 (B,).
-            position: int64 (1,), the number of tokens in the caches; of caches of codes, what that means to them.
-            rotations: cos and sin at this position for each of ``model.rotaries``.
-            keys, values: per layer (B, kv_heads, length, head_dim). The token's are written at ``position``.
+            place: where the token is written, in all layers.
+            rotations: cos and sin (1 or B, rotary) of the tokens for each of ``model.rotaries``.
+            keys, values: per layer (B, kv_heads, length, head_dim), or codes.
             fused: all blocks as one kernel for these buffers, where there is one.
         """
         x = torch.nn.functional.embedding(tokens, self.model.embedding)
         if self.model.embedding_multiplier != 1.0:
             x = x * self.model.embedding_multiplier
         logits = (
-            self._logits(x, position, rotations, keys, values)
+            self._logits(x, place, rotations, keys, values)
             if fused is None
-            else self.plain_head(fused(x, position, rotations, keys, values))
+            else self.plain_head(fused(x, place, rotations, keys, values))
         )
         if self.model.logits_divisor != 1.0:
             logits = logits / self.model.logits_divisor
@@ -89,14 +89,14 @@ class TokenStep:
     def _logits(
         self,
         x: Tensor,
-        position: Tensor | GraphPlace,
+        place: Place,
         rotations: Sequence[Rotation],
         keys: Sequence[Buffer],
         values: Sequence[Buffer],
     ) -> Tensor:
         total = Sum(x)
         for i, block in enumerate(self.blocks):
-            total = block(total, position, rotations, keys[i], values[i])
+            total = block(total, place, rotations, keys[i], values[i])
         logits, _ = self.head(total)
         return logits
 
@@ -113,7 +113,7 @@ class _Block:
     def __call__(
         self,
         total: Sum,
-        position: Tensor | GraphPlace,
+        place: Place,
         rotations: Sequence[Rotation],
         keys: Buffer,
         values: Buffer,
@@ -121,7 +121,7 @@ class _Block:
         """Return the sum after the block; total: the one before it."""
         block = self.block
         qkv, x = self.qkv(total)
-        attended = self.o(attend(block.attention, qkv, position, rotations, keys, values))
+        attended = self.o(attend(block.attention, qkv, place, rotations, keys, values))
         y, x = self.feed_forward(Sum(attended, x, block.post_attention, block.residual_multiplier))
         return Sum(y, x, block.post_feed_forward, block.residual_multiplier)
 
@@ -129,7 +129,7 @@ class _Block:
 def attend(
     attention: Attention,
     qkv: Tensor,
-    position: Tensor | GraphPlace,
+    place: Place,
     rotations: Sequence[Rotation],
     keys: Buffer,
     values: Buffer,
@@ -140,12 +140,10 @@ def attend(
     constants = (0.0, 0.0, True) if q_norm is None else _constants(q_norm)
     before = (qkv, _weight(q_norm), _weight(k_norm), *constants, cos, sin)
     if isinstance(keys, GraphBuffers):
-        assert isinstance(position, GraphPlace)
-        q = keys.place(before, position, attention.heads)
-        return keys.attend(q, position.lengths, attention.scaling, attention.softcap)
+        return keys.attend(keys.place(before, place, attention.heads), place, attention.scaling, attention.softcap)
     attended: Tensor = torch.ops.nvfp4.attend_one(
-        *before, keys, values, position, attention.heads, attention.scaling, attention.window, attention.softcap,
-        attention.sinks,
+        *before, keys, values, place.position, attention.heads, attention.scaling, attention.window, attention.softcap,
+        attention.sinks, place.starts,
     )  # fmt: skip
     return attended
 

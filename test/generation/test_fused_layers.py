@@ -12,6 +12,7 @@ from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.families import FAMILIES, describe
 from nvfp4_tensor.generation.fixed_cache import graph_buffers_of
 from nvfp4_tensor.generation.fused_layers import FusedLayers, fits
+from nvfp4_tensor.generation.ring import Place
 from nvfp4_tensor.generation.token_step import TokenStep
 from nvfp4_tensor.numerics.spec import QuantizeSpec, ScaleSearch
 from nvfp4_tensor.ops.schemas import plain
@@ -56,12 +57,12 @@ def test_values_are_those_of_the_step(family, has_codes):
         cache = nvfp4_cache(tiny.config, recent=4, sink=1, max_tokens=64)
         tiny(torch.arange(tokens)[None] % 50, **{cache_argument(tiny): cache})
         keys = values = graph_buffers_of(cache)
-        place = keys[0].place_of(torch.tensor([tokens]))
+        place = keys[0].place_of(torch.tensor([tokens]), None)
         written = [t for each in keys for t in (*each.coded, each.ring.keys, each.ring.values)]
     else:
         shapes = [(1, block.attention.kv_heads, tokens + 1, block.attention.head_dim) for block in model.blocks]
         keys, values = ([torch.randn(shape).bfloat16() for shape in shapes] for _ in range(2))
-        place, written = torch.tensor([tokens]), [*keys, *values]
+        place, written = Place(torch.tensor([tokens]), None), [*keys, *values]
     at = torch.tensor([[tokens]])
     rotations = [tuple(t[0] for t in each.cos_sin(model.norm.weight, at)) for each in model.rotaries]
     step, token, before = TokenStep(model), torch.tensor([5]), [t.clone() for t in written]

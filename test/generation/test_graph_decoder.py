@@ -16,7 +16,7 @@ from torchao.quantization import quantize_
 from transformers import DynamicCache
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig
-from nvfp4_tensor.generation import decode_natively
+from nvfp4_tensor.generation import decode_natively, nvfp4_cache
 from nvfp4_tensor.generation.cache_argument import CACHE
 from nvfp4_tensor.generation.fixed_cache import FixedCache
 from nvfp4_tensor.generation.runner import Runner
@@ -51,6 +51,52 @@ def test_dense_models(family, natively, steps):
     model = natively(tiny_model(family, quantized=False))
     assert_writes_its_own(model, prompt(model, 16, 20))
     assert len(steps) == 11
+
+
+@pytest.mark.parametrize("cache", [None, "codes"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "GptOss", "Mixtral"])
+def test_prompts_of_different_lengths(family, cache, natively, steps):
+    """Each text of a padded batch has the logits of its own forward without the padding; of one text, too."""
+    model, starts = natively(tiny_model(family)), [0, 3, 5 if cache else 7, 1]
+    if cache and not vars(model)["forward"].plan().reads_codes:
+        pytest.skip("windows and sinks have no native step with codes")
+
+    def coded():
+        return {CACHE: nvfp4_cache(model.config, max_tokens=64, recent=3, sink=2)} if cache else {}
+
+    ids = prompt(model, 4)
+    mask = (torch.arange(8) >= torch.tensor(starts)[:, None]).long().to(model.device)
+    for rows in (slice(0, 4), slice(1, 2)):
+        tokens, logits = written(model, ids[rows], 20, attention_mask=mask[rows], **coded())
+        if cache:
+            own = decode_natively(copy.deepcopy(model), False)
+            expected = written(own, ids[rows], 20, along=tokens, attention_mask=mask[rows], **coded())[1]
+            assert relative_error(logits, expected).max() < 0.04
+            continue
+        for row, start in enumerate(starts[rows]):
+            expected = own_logits(model, tokens[row : row + 1, start:-1])[0, 7 - start :]
+            error = relative_error(logits[row], expected)
+            assert error.median() < 0.02 and error.max() < 0.2, (row, error)
+    assert len(steps) == 2 * 19
+    if cache:  # padding among the dense tokens: transformers writes until it is not
+        mask[2, :7] = 0
+        steps.clear()
+        own = decode_natively(copy.deepcopy(model), False)
+        tokens, logits = written(model, ids, 20, attention_mask=mask, **coded())
+        expected = written(own, ids, 20, along=tokens, attention_mask=mask, **coded())[1]
+        assert relative_error(logits, expected).max() < 0.04 and steps == [*range(10, 27)]
+
+
+@pytest.mark.parametrize("family", ["Llama"])
+def test_padding_that_is_not_before_a_text(family, natively, steps):
+    model = natively(tiny_model(family))
+    ids, mask = prompt(model, 2), torch.ones(2, 8, dtype=torch.int64, device=model.device)
+    mask[0, 5] = 0
+    written(model, ids, 4, attention_mask=mask)
+    assert not steps
+    mask[0, :6] = 0  # in place: what was known of the mask is not used
+    written(model, ids, 4, attention_mask=mask)
+    assert steps == [8, 9, 10]
 
 
 def test_an_nvfp4_output_layer_and_float16(natively, steps):

@@ -28,12 +28,12 @@ def way(request):
 def write_as_a_graph(layer, keys, values):
     """One token, by the operators of a step."""
     buffers = layer.graph_buffers()
-    place = buffers.place_of(torch.tensor([layer.length], device=keys.device))
+    place = buffers.place_of(torch.tensor([layer.length], device=keys.device), None)
     batch, heads, _, size = keys.shape
     qkv = torch.cat([x.reshape(batch, heads * size) for x in (keys, keys, values)], dim=1)
     q = buffers.place((qkv, None, None, 0.0, 0.0, True, None, None), place, heads)
     assert torch.equal(q, keys)
-    out = buffers.attend(q, place.lengths, size**-0.5, 0.0)
+    out = buffers.attend(q, place, size**-0.5, 0.0)
     layer.count_one()
     return out.view(batch, heads, 1, size)
 

@@ -55,7 +55,7 @@ def graphs(device, monkeypatch):
 
 
 @pytest.mark.parametrize("family, batch", [
-    ("Llama", 1), ("Mistral", 4), ("Gemma3", 16), ("Qwen3Moe", 4), ("Starcoder2", 18), ("Llama", 16),
+    ("Llama", 1), ("Mistral", 4), ("Gemma3", 16), ("Qwen3Moe", 4), ("Starcoder2", 18), ("Llama", 67),
 ])  # fmt: skip
 def test_greedy(family, batch, device):
     model, ids = model_on(device, family), prompt(batch, device=device)
@@ -63,6 +63,24 @@ def test_greedy(family, batch, device):
     assert tokens.shape == (batch, 12) and tokens.dtype == torch.int64 and not tokens.is_cuda
     gap = ties(model, ids, tokens)
     assert gap.median() == 0 and gap.max() < (1.0 if family in MIXTURES else 0.2)
+
+
+@pytest.mark.parametrize("kind", [None, "in a graph", "dense"])
+def test_prompts_of_different_lengths(kind, device, graphs):
+    """Each text is the one that its prompt has alone, up to ties, in two turns with one cache, and without graphs."""
+    model, ids, starts = model_on(device, native=False), prompt(3, 9, device), [0, 4, 7]
+    GraphDecoder(model).install()
+    cache = None if kind is None else cache_for(model, kind)
+    text, begins = ids, torch.tensor(starts, device=device)[:, None]
+    for turn in range(1 if cache is None else 2):
+        new = text[:, 0 if cache is None else cache.get_seq_length() :]
+        mask = torch.arange(text.shape[1], device=device) >= begins
+        tokens = written(model, new, 9, attention_mask=mask, cache=cache)
+        for row, start in enumerate(starts):
+            gap = ties(model, text[row : row + 1, start:], tokens[row : row + 1])
+            assert gap.max() < (0.9 if kind == "in a graph" else 0.2), (turn, row, gap)
+        text = torch.cat((text, tokens.to(device), prompt(3, 2, device)), 1)
+    assert len(graphs) == {None: 8, "in a graph": 4 + 8, "dense": 0}[kind]  # with padding among dense tokens: none
 
 
 def test_long_texts(device, graphs, monkeypatch):

@@ -157,7 +157,10 @@ CASES = {
         (o.x(2, 3, 5, 64), o.x(2, 3, 5, 32), PLAIN.pack(), *o.cache(32), torch.tensor([1, 2], device=o.device))
     ],
     "attend_codes": lambda o: [attend_arguments(o, 32, False), attend_arguments(o, 64, True)],
-    "attend_one": lambda o: [(*o.token(), 0.125)],
+    "attend_one": lambda o: [
+        (*o.token(), 0.125),
+        (*o.token(), 0.125, 0, 0.0, None, torch.tensor([0, 3], device=o.device)),
+    ],
     "dequantize": lambda o: [(*o.weight(33, 50), 50, BF16), (*o.weight(33, 50)[:2], None, 50, torch.float16)],
     "fake_quantize": lambda o: [
         (o.x(4, 5, 50), o.amax, o.state, spec.pack(), F32, scaled)

@@ -1,5 +1,6 @@
 """The ops of one token's step, against the modules of transformers and against plain torch."""
 
+import copy
 import itertools
 import types
 
@@ -187,6 +188,32 @@ def test_attention(device, dtype):
         token.check(position, *rotated(token), sinks=torch.randn(6, device=device, dtype=dtype))
         token.cos = token.sin = None
         token.check(position, *token.parts())
+
+
+@pytest.mark.parametrize("length, position, window", [
+    (48, 40, 0), (48, 40, 16), (48, 1000, 16), (1400, 1300, 0), (1400, 1300, 700),
+])  # fmt: skip
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_that_start_later(device, dim, length, position, window):
+    """A row has the result of a cache that has only what it sees; all else may be anything."""
+    starts = [0, position - 35, position - 1, position]
+    token = Token(device, torch.bfloat16, batch=4, dim=dim, length=length)
+    seen = []
+    for row, start in enumerate(starts):
+        first = max(start, position - window + 1 if window else 0)
+        slots = torch.arange(first, position, device=device) % length
+        seen.append((token.keys[row, :, slots], token.values[row, :, slots]))
+        for cache, kept in zip((token.keys, token.values), seen[-1], strict=True):
+            cache[row] = torch.nan
+            cache[row, :, slots] = kept
+    y, *_ = token.attend(position, window=window, softcap=20.0, starts=torch.tensor(starts, device=device))
+    for row, (keys, values) in enumerate(seen):
+        alone = copy.copy(token)
+        alone.qkv, alone.cos, alone.sin = (t[row : row + 1] for t in (token.qkv, token.cos, token.sin))
+        new = torch.zeros_like(token.keys[:1, :, :1])
+        alone.keys, alone.values = (torch.cat((each[None], new), 2) for each in (keys, values))
+        expected, *_ = alone.attend(keys.shape[1], softcap=20.0)
+        torch.testing.assert_close(y[row : row + 1], expected, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

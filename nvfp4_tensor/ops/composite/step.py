@@ -90,12 +90,13 @@ def attend_one(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Append one token's key and value to a static cache, and return its attention (B, heads * dim), of qkv's dtype.
 
-    A token at ``position`` sees positions 0 to ``position``, or the last ``window`` of them. Position p is in slot p of
-    the cache, or, if ``0 < window <= length``, in slot p % length: such a cache is a ring without an end. For any other
-    position that is not in the cache nothing is written and the result is NaN.
+    A token at ``position`` sees positions ``starts`` to ``position``, or the last ``window`` of them. Position p is in
+    slot p of the cache, or, if ``0 < window <= length``, in slot p % length: such a cache is a ring without an end. For
+    any other position that is not in the cache nothing is written and the result is NaN.
 
     Args:
         qkv: (B, (heads + 2 * kv_heads) * dim): queries, keys and values of one token per row.
@@ -109,6 +110,8 @@ def attend_one(
         window: number of positions that a token sees, itself included; 0: all.
         softcap: ``softcap * tanh(score / softcap)`` replaces a score; 0: none.
         sinks: (heads,): one more score per head, which has no value; None: none.
+        starts: int64 (B,) on qkv's device, the first position that each row sees, 0 for None: left padding is before
+            it. A token sees itself, whatever its start.
     """
     batch, kv_heads, length, dim = keys.shape
     norm = (eps, offset, round_before_weight)
@@ -123,7 +126,8 @@ def attend_one(
         cache[rows, :, slot] = torch.where(inside[:, None, None], new, cache[rows, :, slot])
 
     age = (slot[:, None] - torch.arange(length, device=qkv.device)) % length
-    seen = (age <= at[:, None]) & (age < window) if window else age <= at[:, None]
+    oldest = at if starts is None else (at - starts).clamp(min=0)
+    seen = (age <= oldest[:, None]) & (age < window) if window else age <= oldest[:, None]
     seen = seen[:, None, None]
     scores = q.view(batch, kv_heads, -1, dim).float() @ keys.float().mT * scaling
     if softcap:

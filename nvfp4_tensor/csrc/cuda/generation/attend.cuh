@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(attend_warps(kDim) * 32) attend_kernel(const _
   griddepcontrol_launch_dependents();
   const int64_t position = p.position[static_cast<int64_t>(row) * p.position_step];
   FirstHead<T, kDim> its(p, q_row, kv_head, first_head, heads);
-  const Seen seen(position, p.length, p.window);
+  const Seen seen(position, p.starts ? p.starts[row] : 0, p.length, p.window);
   const Tiles tiles(seen);
   Ring<T, kDim> ring = {&shared.tiles[warp * p.stages], keys, values, tiles.begin + warp, tiles.end};
   for (int i = 1; i < p.stages; ++i) ring.request(p, seen);

@@ -22,19 +22,19 @@ struct Tile {
   static __device__ __forceinline__ int value_unit(int token, int unit) { return unit ^ ((token & 6)); }
 };
 
-// The tokens before the new one that a row sees: `count` from `first` on, in slots of the cache.
+// The tokens before the new one that a row sees, of those from `start` on: `count` in slots of the cache.
 struct Seen {
   bool inside;     // the new token has a slot
   int slot;        // which
   int first_slot;  // of the first token seen; the others follow, from slot 0 again after the last
   int count;
 
-  __device__ Seen(int64_t position, int length, int window) {
+  __device__ Seen(int64_t position, int64_t start, int length, int window) {
     const bool is_ring = window > 0 && window <= length;
     inside = position >= 0 && (is_ring || position < length);
     slot = !inside ? 0 : static_cast<int>(position < length ? position : position % length);
     const int64_t most = window > 0 ? window - 1 : length;
-    count = inside ? static_cast<int>(min(position, most)) : 0;
+    count = inside ? static_cast<int>(max(min(position - start, most), int64_t{0})) : 0;
     first_slot = slot - count + (slot < count ? length : 0);
   }
   __device__ __forceinline__ int slot_of(int i, int length) const {

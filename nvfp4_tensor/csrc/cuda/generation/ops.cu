@@ -201,12 +201,18 @@ Attend placed(Held& held, const Tensor& qkv_given, const std::optional<Tensor>& 
 Tensor attend_one(const Tensor& qkv, std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double eps,
                   double offset, bool round_before_weight, std::optional<Tensor> cos, std::optional<Tensor> sin,
                   const Tensor& keys, const Tensor& values, const Tensor& position, int64_t heads, double scaling,
-                  int64_t window, double softcap, std::optional<Tensor> sinks) {
+                  int64_t window, double softcap, std::optional<Tensor> sinks, std::optional<Tensor> starts) {
   const OnDeviceOf device(qkv, "qkv");
   Held held;
   Attend p = placed(held, qkv, q_norm, k_norm, eps, offset, round_before_weight, cos, sin, keys, values, position,
                     heads);
-  Tensor sink;
+  Tensor sink, start;
+  if (starts) {
+    check_beside(*starts, "starts", qkv, "qkv");
+    NVFP4_CHECK(starts->scalar_type() == ScalarType::Long && starts->dim() == 1 && starts->size(0) == p.batch, kAttend,
+                ": starts must be int64, one per row, not ", text_of(*starts));
+    start = in_order(*starts), p.starts = static_cast<const int64_t*>(start.const_data_ptr());
+  }
   if (sinks) sink = vector_of(*sinks, kAttend, "sinks", qkv, heads, p.wide_sinks), p.sinks = sink.const_data_ptr();
   NVFP4_CHECK(window >= 0 && window < INT32_MAX, kAttend, ": window must not be negative, not ", window);
   p.window = static_cast<int>(window);

@@ -61,6 +61,7 @@ struct Attend {
   void *keys, *values;     // (batch, kv_heads, length, dim)
   const int64_t* position;
   int position_step;
+  const int64_t* starts;  // (batch,), the first position that a row sees; null: 0
   const void* sinks;
   bool wide_sinks;
   void* out;  // (batch, heads * dim)
