@@ -85,7 +85,6 @@ struct Kernel {
 
 // In the order of costs::kManyRowsKernels, by whose index a plan names its kernel.
 constexpr Kernel kKernels[] = {
-    Kernel::of<Shape<32, 2, 10, X::kPermutedBefore>>(),
     Kernel::of<Shape<32, 4, 7, X::kPermutedBefore>, Serves::kGroupsToo>(),
     Kernel::of<Shape<64, 4, 6, X::kPermutedBefore>, Serves::kGroupsToo>(),
     Kernel::of<Shape<96, 2, 6, X::kPermutedBefore>>(),
@@ -97,7 +96,6 @@ constexpr Kernel kKernels[] = {
     Kernel::of<Shape<16, 4, 8, X::kPermutedInCopy, Tiles::kShared>>(),
     Kernel::of<Shape<32, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(),
     Kernel::of<Shape<32, 4, 7, X::kPermutedBefore, Tiles::kShared>>(),
-    Kernel::of<Shape<64, 2, 8, X::kPermutedInCopy, Tiles::kShared>>(),
     Kernel::of<Shape<64, 2, 8, X::kPermutedBefore, Tiles::kShared>>(),
     Kernel::of<Shape<64, 4, 6, X::kPermutedBefore, Tiles::kShared>>(),
     Kernel::of<Shape<96, 2, 6, X::kPermutedBefore, Tiles::kShared>>(),

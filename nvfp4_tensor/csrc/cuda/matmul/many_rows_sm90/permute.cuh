@@ -6,9 +6,8 @@
 //
 // The kernel before costs a launch and less than 1 us, the warps that copy some 4 cycles a row of x and stage, which
 // the loop does not hide (they take the products' path to shared memory). So it is for tiles of 16 and 32 rows (H200,
-// us single and in a chain, before -> so: 4096 x 4096 15.1, 10.3 -> 13.7, 8.8; 3584 x 3584 14.7, 9.7 -> 13.3, 8.4), of
-// 64 where w has few rows and x many (256 rows of 1024 x 4096 16.5, 11.2 -> 16.0, 10.5; but 64 of 4096 x 4096 16.4,
-// 10.6 -> 16.6, 11.0, of 4096 x 14336 26.8, 21.1 -> 29.8, 24.2) and of no more.
+// us single and in a chain, before -> so: 4096 x 4096 15.1, 10.3 -> 13.7, 8.8; 3584 x 3584 14.7, 9.7 -> 13.3, 8.4; but
+// 64 of 4096 x 4096 16.4, 10.6 -> 16.6, 11.0, of 4096 x 14336 26.8, 21.1 -> 29.8, 24.2).
 #pragma once
 
 #include "cuda/matmul/decode.cuh"
