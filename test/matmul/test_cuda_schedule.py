@@ -127,19 +127,14 @@ int main(int, char** arguments) {
     std::printf("%ld\n", long(decoded_cost({1, n[0], n[1], n[2], n[0], false}, n[3])));
     return 0;
   }
-  if (arguments[1][0] == 'c') {  // a choice in words; which kernels fit; who is forced
+  if (arguments[1][0] == 'c') {  // a choice in words; which kernels fit
     int n[8];
     for (int i = 0; i < 8; ++i) n[i] = std::atoi(arguments[2 + i]);
     const ProductSize size = {n[0], n[1], n[2], n[3], n[0] * n[1], false};
     const Fits fits = {n[4] != 0, n[5] != 0};
     const Machine machine = {n[6], n[7], 0};
-    const std::string name = arguments[10];
-    std::optional<Choice> choice = choose(size, fits, machine.multiprocessors, [] { return true; });
-    if (!name.empty()) {
-      const std::optional<Forced> forced = forced_of(name);
-      choice = forced ? choose_forced(*forced, size, fits, machine.multiprocessors) : std::nullopt;
-    }
-    std::puts(choice ? describe(*choice, size, fits, "bfloat16", machine).c_str() : "none");
+    const Choice choice = choose(size, fits, machine.multiprocessors, [] { return true; });
+    std::puts(describe(choice, size, fits, "bfloat16", machine).c_str());
     return 0;
   }
   const bool as_many_runs_as_blocks = arguments[1][0] == '1';  // the fault that was: a GPU waited for ever
@@ -239,9 +234,9 @@ def test_the_cost_of_decoding_first(program):
 # --- which kernel, in words -------------------------------------------------------------------------------------------
 
 
-def said(program, size, fits=(1, 1), machine=(90, 132), forced="") -> str:
+def said(program, size, fits=(1, 1), machine=(90, 132)) -> str:
     """What NVFP4_TENSOR_PRINT_PLANS prints of a product (M, N, K) on a machine, by the kernels that fit."""
-    arguments = ["c", "1", *map(str, (*size, *fits, *machine)), forced]
+    arguments = ["c", "1", *map(str, (*size, *fits, *machine))]
     return subprocess.run([program, *arguments], capture_output=True, check=True, text=True).stdout.rstrip("\n")
 
 
@@ -277,15 +272,3 @@ def test_the_cheapest_of_the_costs_that_are_said_serves(program):
         costs = {name: int(cycles) for name, cycles in re.findall(r"([\w:]+) (\d+)(?:,|$)", line.split("cycles: ")[1])}
         assert len(costs) == 2
         assert f"multiprocessors: {min(costs, key=costs.__getitem__)}" in line
-
-
-def test_a_forced_kernel_serves_whatever_it_costs_if_it_can(program):
-    for forced in ("few_rows", "decoded", "many_rows_sm90:128x256:runs:as_it_lies"):
-        line = said(program, (24, 4096, 4096), forced=forced)
-        assert f"multiprocessors: {forced}" in line and "(NVFP4_TENSOR_FORCE_KERNEL)" in line
-    for size, fits, forced in (
-        ((24, 4096, 4096), (1, 1), "many_rows"),  # no such kernel
-        ((24, 4096, 4096), (0, 1), "many_rows_sm90:128x256:runs:as_it_lies"),  # no wgmma
-        ((24, 28672, 8192), (1, 1), "many_rows_sm90:128x32:shared:permuted_in_copy"),  # 224 tiles, 132 blocks
-    ):
-        assert said(program, size, fits, forced=forced) == "none"

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
 #include <optional>
 #include <vector>
 
@@ -101,31 +100,12 @@ inline void place_w_scale(Problem& p, const Tensor& factor) {
 
 // --- which kernel ----------------------------------------------------------------------------------------------------
 
-// NVFP4_TENSOR_FORCE_KERNEL in the environment: for measurements (benchmarks/fit_costs.py). Read once.
-inline const std::optional<Forced>& forced_kernel() {
-  static const std::optional<Forced> forced = [] {
-    const char* name = std::getenv("NVFP4_TENSOR_FORCE_KERNEL");
-    if (!name || !*name) return std::optional<Forced>();
-    const std::optional<Forced> found = forced_of(name);
-    NVFP4_CHECK(found, "NVFP4_TENSOR_FORCE_KERNEL=", name, ": no such kernel. There are few_rows, decoded, and ",
-                "those that NVFP4_TENSOR_PRINT_PLANS=1 prints, as in ", name_of(costs::kManyRowsKernels[0]));
-    return found;
-  }();
-  return forced;
-}
-
 inline Choice choose_kernel(const Problem& p) {
   const ProductSize size = size_of(p);
   const Machine& machine = this_machine();
   const Fits fits = {fits_matmul_many_rows(p), fits_matmul_few_rows_sm90(p)};
-  Choice choice;
-  if (const std::optional<Forced>& forced = forced_kernel()) {
-    const std::optional<Choice> made = choose_forced(*forced, size, fits, machine.multiprocessors);
-    NVFP4_CHECK(made, "nvfp4::matmul: the kernel of NVFP4_TENSOR_FORCE_KERNEL does not take this product");
-    choice = *made;
-  } else {
-    choice = choose(size, fits, machine.multiprocessors, [&] { return fits_matmul_dense(p, Sum::kAlongRowsOfW); });
-  }
+  const auto fits_dense = [&] { return fits_matmul_dense(p, Sum::kAlongRowsOfW); };
+  const Choice choice = choose(size, fits, machine.multiprocessors, fits_dense);
   if (are_plans_printed()) print_plan(describe(choice, size, fits, name_of(p.x_dtype), machine));
   return choice;
 }

@@ -1,8 +1,7 @@
-// Prints a choice (NVFP4_TENSOR_PRINT_PLANS) and parses one (NVFP4_TENSOR_FORCE_KERNEL). No CUDA headers.
+// Prints a choice (NVFP4_TENSOR_PRINT_PLANS). No CUDA headers.
 #pragma once
 
 #include <cstdio>
-#include <optional>
 #include <string>
 
 #include "cuda/host/machine.h"
@@ -75,35 +74,6 @@ inline std::string describe(const Choice& choice, const ProductSize& size, const
                                                                        : "decoded, then a dense product";
   const std::string product = size.grouped ? "nvfp4.grouped_linear " : "nvfp4.matmul ";
   return product + describe(size, dtype, machine) + ": " + kernel + " (" + choice.why + ")" + describe_costs(choice);
-}
-
-// --- parsing ---------------------------------------------------------------------------------------------------------
-
-struct Forced {
-  KernelFamily family;
-  int kernel = -1;  // of many rows
-};
-
-// nullopt where no kernel has this name: "few_rows", "decoded", or what name_of() gives.
-inline std::optional<Forced> forced_of(const std::string& name) {
-  if (name == "few_rows") return Forced{KernelFamily::kFewRows};
-  if (name == "decoded") return Forced{KernelFamily::kDecoded};
-  for (int i = 0; i < costs::kManyRowsKernelCount; ++i) {
-    if (name == name_of(costs::kManyRowsKernels[i])) return Forced{KernelFamily::kManyRows, i};
-  }
-  return std::nullopt;
-}
-
-// nullopt where the kernel does not support the product.
-inline std::optional<Choice> choose_forced(const Forced& forced, const ProductSize& size, const Fits& fits,
-                                           int multiprocessors) {
-  Choice choice{forced.family, "NVFP4_TENSOR_FORCE_KERNEL"};
-  if (forced.family != KernelFamily::kManyRows) return choice;
-  if (!fits.many_rows) return std::nullopt;
-  const many_rows::Plan plan = many_rows::plan_of(size, costs::kManyRowsKernels[forced.kernel], multiprocessors);
-  if (plan.blocks > multiprocessors) return std::nullopt;  // more tiles than blocks could share
-  choice.many_rows = {plan, forced.kernel};
-  return choice;
 }
 
 }  // namespace nvfp4

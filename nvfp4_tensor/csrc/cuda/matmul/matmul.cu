@@ -70,7 +70,7 @@ Choice remembered_choice(const Problem& p) {
     Choice choice;  // where cuBLASLt serves
   };
   constexpr unsigned kKnown = 64;
-  if (p.offs || are_plans_printed() || forced_kernel()) return choose_kernel(p);
+  if (are_plans_printed()) return choose_kernel(p);
   const int multiprocessors = this_machine().multiprocessors;
   const Fits fits = {fits_matmul_many_rows(p), fits_matmul_few_rows_sm90(p)};
   thread_local Known known[kKnown];

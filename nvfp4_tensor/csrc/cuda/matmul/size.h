@@ -1,5 +1,4 @@
-// What of a product its plan depends on, and nothing of CUDA: tests and benchmarks/fit_costs.py compile this and the
-// plans for the host.
+// What of a product its plan depends on, and nothing of CUDA: tests compile this and the plans for the host.
 #pragma once
 
 #include <cstdint>
