@@ -51,7 +51,7 @@ class GraphPlan:
         if family_of(model) is not None:
             try:
                 self.description = _describe(model, modules)
-                self._step = TokenStep(self.description, constant=self.device.type == "cuda")
+                self._step = TokenStep(self.description)
             except (ValueError, AttributeError) as error:  # AttributeError: a module of another class
                 self.reason = str(error)
         if self.description is None:

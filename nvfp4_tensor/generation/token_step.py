@@ -43,16 +43,14 @@ class TokenStep:
 
     Args:
         model: what :func:`~nvfp4_tensor.generation.families.describe` returned for a model with an output layer.
-        constant: nothing writes to weights while a step runs, so that kernels may read them before the kernel before
-            them ends. For graphs.
     """
 
-    def __init__(self, model: Model, constant: bool = False) -> None:
+    def __init__(self, model: Model) -> None:
         assert model.head is not None
         self.model = model
-        self.blocks = [_Block(block, constant) for block in model.blocks]
-        self.head = norm_project(model.norm, (model.head,), constant)
-        self.plain_head = project((model.head,), constant)
+        self.blocks = [_Block(block) for block in model.blocks]
+        self.head = norm_project(model.norm, (model.head,))
+        self.plain_head = project((model.head,))
 
     def __call__(
         self,
@@ -104,11 +102,11 @@ class TokenStep:
 class _Block:
     """Attention and feed-forward of one block."""
 
-    def __init__(self, block: Block, constant: bool) -> None:
+    def __init__(self, block: Block) -> None:
         self.block = block
-        self.qkv = norm_project(block.pre_attention, block.attention.qkv, constant)
-        self.o = project((block.attention.o,), constant)
-        self.feed_forward = _feed_forward(block.pre_feed_forward, block.feed_forward, constant)
+        self.qkv = norm_project(block.pre_attention, block.attention.qkv)
+        self.o = project((block.attention.o,))
+        self.feed_forward = _feed_forward(block.pre_feed_forward, block.feed_forward)
 
     def __call__(
         self,
@@ -148,13 +146,11 @@ def attend(
     return attended
 
 
-def _feed_forward(
-    norm: Norm | None, layer: FeedForward | Mixture, constant: bool
-) -> Callable[[Sum], tuple[Tensor, Tensor]]:
+def _feed_forward(norm: Norm | None, layer: FeedForward | Mixture) -> Callable[[Sum], tuple[Tensor, Tensor]]:
     """Return a function from the sum before a feed-forward to its output and the value of the sum, both (B, D)."""
     if isinstance(layer, Mixture):
         return functools.partial(_mixture, norm, layer)
-    gate_up, down = norm_project(norm, layer.gate_up, constant, int(layer.activation)), project((layer.down,), constant)
+    gate_up, down = norm_project(norm, layer.gate_up, int(layer.activation)), project((layer.down,))
 
     def run(total: Sum) -> tuple[Tensor, Tensor]:
         y, x = gate_up(total)
@@ -174,7 +170,7 @@ def _mixture(norm: Norm | None, mixture: Mixture, total: Sum) -> tuple[Tensor, T
 
 
 def norm_project(
-    norm: Norm | None, linears: Sequence[Linear], constant: bool, activation: int = -1
+    norm: Norm | None, linears: Sequence[Linear], activation: int = -1
 ) -> Callable[[Sum], tuple[Tensor, Tensor]]:
     """Return a function from a sum to the outputs (B, sum of N) of linears of its norm, and the sum's value (B, D).
 
@@ -183,8 +179,8 @@ def norm_project(
     """
     halves = _halves(linears) if activation >= 0 else linears
     if norm is not None and halves is not None and all(_is_weight_only(each.weight) for each in halves):
-        return functools.partial(_norm_linears, norm, *_parts(halves), constant, activation)
-    products = project(linears, constant)
+        return functools.partial(_norm_linears, norm, *_parts(halves), activation)
+    products = project(linears)
 
     def run(total: Sum) -> tuple[Tensor, Tensor]:
         normed, x = add_and_norm(total, norm)
@@ -198,7 +194,6 @@ def _norm_linears(
     norm: Norm,
     parts: list[list[Tensor]],
     biases: list[Tensor],
-    constant: bool,
     activation: int,
     total: Sum,
 ) -> tuple[Tensor, Tensor]:
@@ -206,19 +201,19 @@ def _norm_linears(
         total = Sum(add_and_norm(total, None)[1])
     y, x = torch.ops.nvfp4.norm_linears(
         total.x, total.residual, norm.weight, *_constants(norm), total.multiplier, _weight(total.first),
-        *parts, biases, activation, constant=constant,
+        *parts, biases, activation,
     )  # fmt: skip
     return y, x if x.numel() else total.x  # empty: it would equal x
 
 
-def project(linears: Sequence[Linear], constant: bool) -> Callable[[Tensor], Tensor]:
+def project(linears: Sequence[Linear]) -> Callable[[Tensor], Tensor]:
     """Return a function from x (B, K) to the outputs (B, sum of N) of linears that share x.
 
     Weight-only NVFP4 weights take one operator. Others (dense, W4A4, transformed) take torch's linear each.
     """
     if all(_is_weight_only(each.weight) for each in linears):
         parts, biases = _parts(linears)
-        return lambda x: torch.ops.nvfp4.linears(x, *parts, biases, constant)
+        return lambda x: torch.ops.nvfp4.linears(x, *parts, biases)
     if len(linears) == 1:
         return lambda x: torch.nn.functional.linear(x, linears[0].weight, linears[0].bias)
     if all(type(each.weight.data) is Tensor and each.bias is None for each in linears):

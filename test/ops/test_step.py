@@ -398,7 +398,7 @@ def test_a_norm_before_products(device, dtype, family, batch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 8, 16])
-def test_a_step_in_a_graph_reads_weights_ahead(batch):
+def test_a_step_in_a_graph_overlaps_its_kernels(batch):
     """Layers of a Llama, all of whose kernels begin early: the bits of one operator at a time, at each position."""
     hidden, inner, heads, kv_heads, dim, layers = 1024, 3584, 8, 2, 128, 6
     size = (batch, kv_heads, 32, dim)
@@ -414,33 +414,33 @@ def test_a_step_in_a_graph_reads_weights_ahead(batch):
     x, position = torch.randn(batch, hidden, device="cuda").bfloat16(), torch.zeros(1, device="cuda", dtype=torch.int64)
     how = (1e-5, 0.0, True, 1.0, None)
 
-    def step(constant, wait):
+    def step(wait):
         y, total = x, torch.zeros_like(x)
         turn = cos[position], sin[position]
         for (qkv, out, gate_up, down), (keys, values), first, second in zip(parts, caches, *norms, strict=True):
-            y, total = nvfp4.norm_linears(y, total, first, *how, *qkv, [], constant=constant)
+            y, total = nvfp4.norm_linears(y, total, first, *how, *qkv, [])
             wait()
             args = (None, None, 0.0, 0.0, True, *turn, keys, values, position, heads, dim**-0.5)
-            y = nvfp4.linears(nvfp4.attend_one(y, *args), *out, [], constant)
+            y = nvfp4.linears(nvfp4.attend_one(y, *args), *out, [])
             wait()
-            y, total = nvfp4.norm_linears(y, total, second, *how, *gate_up, [], activation=0, constant=constant)
+            y, total = nvfp4.norm_linears(y, total, second, *how, *gate_up, [], activation=0)
             wait()
-            y = nvfp4.linears(y, *down, [], constant)
+            y = nvfp4.linears(y, *down, [])
             wait()
         return y
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step(True, lambda: None)
+        step(lambda: None)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = step(True, lambda: None)
+        replayed = step(lambda: None)
     expected = []
     for at in range(12):
         position.fill_(at)
-        expected.append((step(False, torch.cuda.synchronize), [cache.clone() for cache in caches]))
+        expected.append((step(torch.cuda.synchronize), [cache.clone() for cache in caches]))
     for cache in caches:
         cache.zero_()
     for at, (y, after) in enumerate(expected):

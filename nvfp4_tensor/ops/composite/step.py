@@ -273,7 +273,6 @@ def linears(
     scales: Sequence[Tensor],
     per_tensor_scales: Sequence[Tensor],
     biases: Sequence[Tensor],
-    constant: bool = False,
 ) -> Tensor:
     """Multiply x (B, K) by NVFP4 weights (N_i, K) that share it: (B, sum of N_i).
 
@@ -282,8 +281,6 @@ def linears(
     Args:
         qdata, scales, per_tensor_scales: the parts of each weight.
         biases: one (N_i,) per weight, or an empty list. An empty tensor: no bias for that weight.
-        constant: whether no kernel that is still under way writes the weights, which may then be read before the
-            previous kernel is done; True in a graph of a model's step.
     """
     products = [
         torch.ops.nvfp4.matmul(x, None, *parts, _bias(biases, i), x.shape[-1], False, x.dtype)
@@ -313,7 +310,6 @@ def norm_linears(
     activation: int = -1,
     limit: float = 7.0,
     alpha: float = 1.702,
-    constant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return :func:`linears` of the y of :func:`rms_norm`, through :func:`gated` if activation >= 0; and its sum.
 
@@ -328,5 +324,5 @@ def norm_linears(
         y, total = torch.ops.nvfp4.rms_norm(x, residual, norm, eps, offset, round_before_weight, multiplier, first_norm)
     elif residual is not None or first_norm is not None or multiplier != 1.0:
         raise ValueError("nvfp4::norm_linears: residual, first_norm and multiplier need a norm")
-    y = torch.ops.nvfp4.linears(y, qdata, scales, per_tensor_scales, biases, constant)
+    y = torch.ops.nvfp4.linears(y, qdata, scales, per_tensor_scales, biases)
     return (y if activation < 0 else torch.ops.nvfp4.gated(y, activation, limit, alpha)), total

@@ -1,5 +1,4 @@
 // torch.ops.nvfp4.linears and norm_linears on CUDA: weights that share x, and what stands before and behind them.
-#include <cstdlib>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -10,18 +9,6 @@
 
 namespace nvfp4 {
 namespace {
-
-// Tiles of w per warp before the wait, if the caller allows it. They are in the way of x and of the preceding kernel:
-// H200, us per layer of an 8B model in a graph, one row, 0 -> 4 units: 51.9 -> 49.2 of products alone, but 68.7 -> 69.1
-// with norms, gate and attention between them; 8 rows 79.6 -> 80.7.
-// NVFP4_TENSOR_TILES_AHEAD in the environment: for measurements. Read once.
-int tiles_ahead() {
-  static const int tiles = [] {
-    const char* value = std::getenv("NVFP4_TENSOR_TILES_AHEAD");
-    return value && *value ? std::atoi(value) : 0;
-  }();
-  return tiles;
-}
 
 struct Weights {
   const char* op;
@@ -129,12 +116,10 @@ struct FewRows {
   }
 };
 
-Tensor all_products(const Tensor& x, const Weights& w, bool constant) {
+Tensor all_products(const Tensor& x, const Weights& w) {
   const cudaStream_t stream = current_stream(x);
-  Fused fused;
-  fused.tiles_ahead = constant ? tiles_ahead() : 0;
   FewRows few(x, w);
-  if (few.serves) return few.launch(x, w.all_rows(), fused, w.op, stream);
+  if (few.serves) return few.launch(x, w.all_rows(), Fused{}, w.op, stream);
   using torch::stable::detail::from;
   std::vector<Tensor> products;
   for (size_t i = 0; i < w.count(); ++i) {
@@ -147,12 +132,12 @@ Tensor all_products(const Tensor& x, const Weights& w, bool constant) {
 }
 
 Tensor linears(const Tensor& x, std::vector<Tensor> qdata, std::vector<Tensor> scales,
-               std::vector<Tensor> per_tensor_scales, std::vector<Tensor> biases, bool constant) {
+               std::vector<Tensor> per_tensor_scales, std::vector<Tensor> biases) {
   const Weights w = {"nvfp4::linears", qdata, scales, per_tensor_scales, biases};
   w.check();
   NVFP4_CHECK(x.dim() >= 1, "nvfp4::linears: x must have at least one dimension");
   const OnDeviceOf device(x);
-  return all_products(x, w, constant);
+  return all_products(x, w);
 }
 
 // Rows of x up to which a norm is part of the products that follow it: each block norms all of x again, two rows at a
@@ -163,8 +148,7 @@ std::tuple<Tensor, Tensor> norm_linears(const Tensor& x, std::optional<Tensor> r
                                         double eps, double offset, bool round_before_weight, double multiplier,
                                         std::optional<Tensor> first_norm, std::vector<Tensor> qdata,
                                         std::vector<Tensor> scales, std::vector<Tensor> per_tensor_scales,
-                                        std::vector<Tensor> biases, int64_t activation, double limit, double alpha,
-                                        bool constant) {
+                                        std::vector<Tensor> biases, int64_t activation, double limit, double alpha) {
   const Weights w = {"nvfp4::norm_linears", qdata, scales, per_tensor_scales, biases};
   w.check();
   NVFP4_CHECK(x.dim() >= 1, w.op, ": x must have at least one dimension");
@@ -180,7 +164,6 @@ std::tuple<Tensor, Tensor> norm_linears(const Tensor& x, std::optional<Tensor> r
   Tensor y = x, sum = empty({0}, x.scalar_type(), x), residual_rows, norm_weight;
 
   Fused fused;
-  fused.tiles_ahead = constant ? tiles_ahead() : 0;
   fused.gated = gated;
   fused.activation = static_cast<step::Activation>(activation);
   fused.limit = static_cast<float>(limit), fused.alpha = static_cast<float>(alpha);
@@ -209,7 +192,7 @@ std::tuple<Tensor, Tensor> norm_linears(const Tensor& x, std::optional<Tensor> r
     FewRows few(y, w);
     if (few.fits(fused)) return {few.launch(y, w.rows(0), fused, w.op, stream), sum};
   }
-  y = all_products(y, w, constant);
+  y = all_products(y, w);
   return {gated ? step::gated(y, activation, limit, alpha, false) : y, sum};
 }
 

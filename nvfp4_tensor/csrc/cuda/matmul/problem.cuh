@@ -45,7 +45,6 @@ inline ProductSize size_of(const Problem& p) { return {p.experts, p.M, p.N, p.K,
 
 // What Hopper's few-rows kernel may do besides.
 struct Fused {
-  int tiles_ahead = 0;  // of w per warp, read before the previous kernel is done: no kernel under way may write w
   // x is not multiplied itself, but as y of nvfp4::rms_norm: all in x's dtype, rows of K
   bool normed = false;
   const void *residual = nullptr, *norm = nullptr;

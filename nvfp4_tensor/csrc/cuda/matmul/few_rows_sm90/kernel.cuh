@@ -44,9 +44,10 @@
 // A chain of such kernels overlaps by PDL (programmatic dependent launch): each is let begin while the one before still
 // runs, prepares its barriers and waits: that kernel may be the one that writes w. More than a few rows of x go ahead
 // of all copies of w, for what is asked for later waits behind them; fewer go behind the first tile
-// (kMostRowsBehindATile). What is brought to the L2 cache before the wait, by TMA or by prefetches, is in the way of x
-// and of the kernel before: decode of an 8B model took 2222 us per token without, 2213 to 2346 with a unit of each warp
-// (by lines, by sectors), 2619 with all the ring's.
+// (kMostRowsBehindATile). What is brought before the wait, to the ring or by prefetches to the L2 cache, is in the way
+// of x and of the kernel before: decode of an 8B model took 2222 us per token without, 2213 to 2346 with a unit of each
+// warp in that cache (by lines, by sectors), 2619 with all the ring's; 4 units in the ring took its layers, of one row,
+// from 51.9 to 49.2 us of products alone, but from 68.7 to 69.1 with norms, gate and attention between them.
 //
 // An mma holds its scheduler's issue for 8 cycles on Hopper, decoding what it multiplies for 15, so that without any
 // copy 14336 x 8192 takes 18 us in a chain at M = 1 and 22 at 16, where copies alone take 18.4. By wgmma, which holds
@@ -186,11 +187,9 @@ __device__ __forceinline__ void multiply(const Problem& p, const Work& work, con
       if (to >= from && to < end && which < w.end) w.copy_tile(which, to);
     }
   };
-  const int ahead = w.sets.fused.tiles_ahead * S::kUnits;
-  const int before_x = max(ahead, p.some_m <= kMostRowsBehindATile ? S::kUnits : 0);
-  copy_tiles(0, ahead);
+  const int before_x = p.some_m <= kMostRowsBehindATile ? S::kUnits : 0;
   griddepcontrol_wait();
-  copy_tiles(ahead, before_x);
+  copy_tiles(0, before_x);
   uint4 b[S::kUnits][2][4][S::kColumns];
   if constexpr (F::kInput == Input::kNormed) {
     fetch_normed<T, S>(p, w.sets.fused, work, w.group, w.k0, shared + S::kInboxAt, warp, lane, b);
