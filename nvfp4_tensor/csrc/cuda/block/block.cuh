@@ -136,6 +136,18 @@ void for_dtype(Dtype dtype, Function f) {
   }
 }
 
+// Calls f(flag) with the compile-time flag of a value.
+template <typename Function>
+void for_flag(bool value, Function f) {
+  value ? f(std::true_type{}) : f(std::false_type{});
+}
+
+// Calls f(type tag, flag): whether 16-byte loads take the blocks of x.
+template <typename Function>
+void for_matrix(const Matrix& x, Function f) {
+  for_dtype(x.dtype, [&](auto type) { for_flag(x.whole_blocks(), [&](auto whole) { f(type, whole); }); });
+}
+
 template <typename Function>
 void for_mode(const QuantizeSpec& spec, Function f) {
   if (!spec.is_stochastic()) return f(std::integral_constant<Fast, Fast::kNearestEven>{});
@@ -143,21 +155,25 @@ void for_mode(const QuantizeSpec& spec, Function f) {
   return f(std::integral_constant<Fast, Fast::kStochastic16>{});
 }
 
-// Launches a kernel that walks so many units of work, one per thread and iteration. The grid is a few waves of what
-// fits at once: with one, a static share each, warps end up to a third apart and the last run alone; with many, thread
-// blocks do not live long enough to pay for their table of enc. Measured on an H200, quantize_rows, stochastic, with 6
-// and 12: 81 and 80 % of the copy bandwidth, and with 64 a fifth less.
-//
-// With few blocks it begins before the kernel before it ends, where it may; many would crowd the multiprocessors that
-// are free until then.
-template <auto kernel, int waves = 12, Begins begins = Begins::kAfterPrevious, typename... Arguments>
-void launch_walk(int64_t units, cudaStream_t stream, Arguments... arguments) {
+// The grid of a kernel that walks so many units of work, one per thread and iteration: a few waves of what fits at
+// once. With one, a static share each, warps end up to a third apart and the last run alone; with many, thread blocks
+// do not live long enough to pay for their table of enc. Measured on an H200, quantize_rows, stochastic, with 6 and 12:
+// 81 and 80 % of the copy bandwidth, and with 64 a fifth less.
+template <auto kernel>
+unsigned grid_of_walk(int waves, int64_t units) {
   static const int blocks_per_sm = [] {
     int count = 0;
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, kThreads, 0);
     return count < 1 ? 1 : count;
   }();
-  const dim3 grid(grid_of(waves * blocks_per_sm, ceil_div(units, kThreads)));
+  return grid_of(waves * blocks_per_sm, ceil_div(units, kThreads));
+}
+
+// Launches it. With few blocks it begins before the kernel before it ends, where it may; many would crowd the
+// multiprocessors that are free until then.
+template <auto kernel, int waves = 12, Begins begins = Begins::kAfterPrevious, typename... Arguments>
+void launch_walk(int64_t units, cudaStream_t stream, Arguments... arguments) {
+  const dim3 grid(grid_of_walk<kernel>(waves, units));
   const bool crowds = begins == Begins::kBeforePreviousEnds && grid.x > kFewBlocks;
   const Launch launch(grid, 1, kThreads, 0, stream, crowds ? Begins::kAfterPrevious : begins);
   cudaLaunchKernelEx(&launch.config, kernel, arguments...);

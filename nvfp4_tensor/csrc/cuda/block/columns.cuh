@@ -59,37 +59,27 @@ __device__ __forceinline__ Elements<__nv_bfloat16, kBlock> transformed_block(con
   } else {
     hadamard16_exact(x, factors);
   }
-  Elements<__nv_bfloat16, kBlock> out;
-#pragma unroll
-  for (int i = 0; i < kBlock / 2; ++i) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-    memcpy(&out.word[i], &pair, 4);
-  }
-  return out;
+  return Elements<__nv_bfloat16, kBlock>::of(x);
 }
 
 // Column `which` (0: the low halves) of 16 words of two bfloat16 each, as a block of the transposed matrix.
 template <bool transform>
 __device__ __forceinline__ Elements<__nv_bfloat16, kBlock> column_block(const uint32_t (&word)[kBlock], int which,
                                                                         const HadamardFactors& factors) {
-  Elements<__nv_bfloat16, kBlock> out;
   if constexpr (!transform) {
+    Elements<__nv_bfloat16, kBlock> out;
 #pragma unroll
     for (int i = 0; i < kBlock / 2; ++i) {
       out.word[i] = __byte_perm(word[2 * i], word[2 * i + 1], which ? 0x7632 : 0x5410);
     }
+    return out;
   } else {
     float x[kBlock];
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) x[i] = bits_float(which ? word[i] & 0xFFFF0000u : word[i] << 16);
     hadamard16_exact(x, factors);
-#pragma unroll
-    for (int i = 0; i < kBlock / 2; ++i) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
-      memcpy(&out.word[i], &pair, 4);
-    }
+    return Elements<__nv_bfloat16, kBlock>::of(x);
   }
-  return out;
 }
 
 }  // namespace nvfp4

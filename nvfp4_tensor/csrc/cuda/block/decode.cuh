@@ -17,6 +17,16 @@ __device__ __forceinline__ float biased_value(uint32_t codes, int i) {
   return bits_float(static_cast<uint32_t>(top >> 6) & 0x81C00000u);
 }
 
+// The values of eight packed codes, times the scale of their block and perhaps further factors.
+template <typename... Factors>
+__device__ __forceinline__ void decode8(uint32_t codes, float s_b, float (&v)[8], Factors... factors) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    v[i] = mul(mul(biased_value(codes, i), kCodeBias), s_b);
+    ((v[i] = mul(v[i], factors)), ...);
+  }
+}
+
 // Eight values of T, 16 or 32 bytes, to memory.
 template <typename T>
 __device__ __forceinline__ void store8(T* to, const float (&v)[8]) {
@@ -24,18 +34,7 @@ __device__ __forceinline__ void store8(T* to, const float (&v)[8]) {
     reinterpret_cast<float4*>(to)[0] = make_float4(v[0], v[1], v[2], v[3]);
     reinterpret_cast<float4*>(to)[1] = make_float4(v[4], v[5], v[6], v[7]);
   } else {
-    uint32_t word[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (std::is_same_v<T, __half>) {
-        const __half2 pair = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
-        memcpy(&word[i], &pair, 4);
-      } else {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
-        memcpy(&word[i], &pair, 4);
-      }
-    }
-    *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
+    Elements<T, 8>::of(v).store(reinterpret_cast<uint4*>(to));
   }
 }
 

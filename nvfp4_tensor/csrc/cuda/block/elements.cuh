@@ -40,6 +40,20 @@ __device__ __forceinline__ __nv_bfloat16 from_float(float v) {
   return __float2bfloat16_rn(v);
 }
 
+// Two of T in a word, to nearest; a in the lower half.
+template <typename T>
+__device__ __forceinline__ uint32_t packed_pair(float a, float b) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(a, b);
+    memcpy(&word, &pair, 4);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    memcpy(&word, &pair, 4);
+  }
+  return word;
+}
+
 // The magnitude bits of infinity: below it, all is finite.
 template <typename T>
 constexpr uint32_t kInfinity = std::is_same_v<T, float>    ? 0x7F800000u
@@ -88,6 +102,21 @@ struct Elements {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) e.word[i] = 0;
     return e;
+  }
+
+  // Of bfloat16, rounded.
+  __device__ __forceinline__ static Elements of(const float (&v)[N]) {
+    Elements e;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) e.word[i] = packed_pair<T>(v[2 * i], v[2 * i + 1]);
+    return e;
+  }
+
+  // Where 16-byte stores take them.
+  __device__ __forceinline__ void store(uint4* to) const {
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i)
+      to[i] = make_uint4(word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]);
   }
 
   __device__ __forceinline__ float value(int i) const {

@@ -39,44 +39,6 @@ __device__ __forceinline__ float cluster_max(float v, int blocks) {
 }
 
 template <typename T>
-__device__ __forceinline__ void write_block(T* to, const Elements<T, kBlock>& block, const TensorScale& tensor,
-                                            ScaleRounding rounding) {
-  const uint8_t s_bits = scale_from_bits<T>(block.amax_bits(), tensor.sixth, rounding);
-  const float s_b = e4m3_value(s_bits);
-  const uint2 codes = encode16<Fast::kNearestEven>(block, s_bits, tensor.block_encode(s_b), DrawSource{}, 0);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = mul(mul(biased_value(half ? codes.y : codes.x, i), kCodeBias), s_b);
-    store8(to + half * 8, v);
-  }
-}
-
-template <typename T>
-__device__ __forceinline__ void quantize_own(const Matrix& x, const QuantizeSpec& spec,
-                                             const Elements<T, kBlock>& block, float amax, float* factor, T* out) {
-  const TensorScale tensor = TensorScale::of(amax, spec.scale_ceiling);
-  const uint32_t own = blockIdx.x * blockDim.x + threadIdx.x;
-  if (own == 0) *factor = per_tensor_scale(amax, spec.scale_ceiling);
-  if (own < x.rows * x.blocks()) {
-    write_block(out + static_cast<int64_t>(own) * kBlock, block, tensor, spec.scale_rounding);
-  }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kActivationThreads)
-    quantize_by_cluster(Matrix x, QuantizeSpec spec, float* factor, T* out) {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();  // not before: what begins then may rely on all kernels but this one, as
-                                       // Inductor's do
-  const auto block = block_at<T>(x, Walk(x.rows, x.blocks()));
-  const float amax = cluster_max(Elements<T, kBlock>::magnitude_of(finite_amax_bits(block)), gridDim.x);
-  quantize_own<T>(x, spec, block, amax, factor, out);
-  if (gridDim.x > 1) cluster_wait_all();
-}
-
-template <typename T>
 __global__ void __launch_bounds__(kThreads) partial_maxima(Matrix x, float* maxima) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
@@ -93,17 +55,42 @@ __global__ void __launch_bounds__(kThreads) partial_maxima(Matrix x, float* maxi
   if (threadIdx.x == 0) maxima[blockIdx.x] = Elements<T, kBlock>::magnitude_of(most);
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    quantize_by_maxima(Matrix x, QuantizeSpec spec, const float* maxima, int count, float* factor, T* out) {
-  griddepcontrol_wait();
-  const auto block = block_at<T>(x, Walk(x.rows, x.blocks()));
+// The largest of so many maxima, for each warp.
+__device__ __forceinline__ float largest_of(const float* maxima, int count) {
   float most = 0.0f;
 #pragma unroll
   for (int i = threadIdx.x % 32; i < kMostPartialMaxima; i += 32) most = fmaxf(most, i < count ? maxima[i] : 0.0f);
-  most = __uint_as_float(warp_max(__float_as_uint(most)));
-  if (gridDim.x <= kFewBlocks) griddepcontrol_launch_dependents();
-  quantize_own<T>(x, spec, block, most, factor, out);
+  return __uint_as_float(warp_max(__float_as_uint(most)));
+}
+
+// A block a thread; maxima: where not by one cluster.
+template <typename T, bool by_cluster>
+__global__ void __launch_bounds__(by_cluster ? kActivationThreads : kThreads)
+    quantize_activation(Matrix x, QuantizeSpec spec, const float* maxima, int count, float* factor, T* out) {
+  griddepcontrol_wait();
+  // Not before: what begins then may rely on all kernels but this one, as Inductor's do.
+  if constexpr (by_cluster) griddepcontrol_launch_dependents();
+  const auto block = block_at<T>(x, Walk(x.rows, x.blocks()));
+  const uint32_t own = blockIdx.x * blockDim.x + threadIdx.x;
+  float amax;
+  if constexpr (by_cluster) {
+    amax = cluster_max(Elements<T, kBlock>::magnitude_of(finite_amax_bits(block)), gridDim.x);
+  } else {
+    amax = largest_of(maxima, count);
+    if (gridDim.x <= kFewBlocks) griddepcontrol_launch_dependents();
+  }
+  const TensorScale tensor = TensorScale::of(amax, spec.scale_ceiling);
+  if (own == 0) *factor = per_tensor_scale(amax, spec.scale_ceiling);
+  if (own < x.rows * x.blocks()) {
+    const uint8_t s_bits = scale_from_bits<T>(block.amax_bits(), tensor.sixth, spec.scale_rounding);
+    const float s_b = e4m3_value(s_bits);
+    const uint2 codes = encode16<Fast::kNearestEven>(block, s_bits, tensor.block_encode(s_b), DrawSource{}, 0);
+    float v[2][8];
+    decode8(codes.x, s_b, v[0]), decode8(codes.y, s_b, v[1]);
+    T* to = out + static_cast<int64_t>(own) * kBlock;
+    store8(to, v[0]), store8(to + 8, v[1]);
+  }
+  if (by_cluster && gridDim.x > 1) cluster_wait_all();
 }
 
 }  // namespace
@@ -121,18 +108,21 @@ void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
     T* to = static_cast<T*>(out);
+    const auto enqueue = [&](auto kernel, int64_t grid, unsigned cluster, int threads, auto... arguments) {
+      const Launch launch(dim3(static_cast<unsigned>(grid)), cluster, threads, 0, stream, Begins::kBeforePreviousEnds);
+      cudaLaunchKernelEx(&launch.config, kernel, x, arguments...);
+    };
     if (blocks <= kMostBlocksByCluster) {
       unsigned grid = 1;
       while (grid * kActivationThreads < blocks) grid *= 2;
-      const Launch launch(dim3(grid), grid, kActivationThreads, 0, stream, Begins::kBeforePreviousEnds);
-      cudaLaunchKernelEx(&launch.config, quantize_by_cluster<T>, x, spec, factor, to);
+      const float* none = nullptr;
+      enqueue(quantize_activation<T, true>, grid, grid, kActivationThreads, spec, none, 0, factor, to);
     } else {
-      const int count = static_cast<int>(std::min<int64_t>(ceil_div(blocks, kThreads), kMostPartialMaxima));
+      const int64_t grid = ceil_div(blocks, kThreads);
+      const int count = static_cast<int>(std::min<int64_t>(grid, kMostPartialMaxima));
       float* maxima = static_cast<float*>(scratch(count * sizeof(float)));
-      const Launch first(dim3(count), 1, kThreads, 0, stream, Begins::kBeforePreviousEnds);
-      cudaLaunchKernelEx(&first.config, partial_maxima<T>, x, maxima);
-      const Launch then(dim3(ceil_div(blocks, kThreads)), 1, kThreads, 0, stream, Begins::kBeforePreviousEnds);
-      cudaLaunchKernelEx(&then.config, quantize_by_maxima<T>, x, spec, maxima, count, factor, to);
+      enqueue(partial_maxima<T>, count, 1, kThreads, maxima);
+      enqueue(quantize_activation<T, false>, grid, 1, kThreads, spec, maxima, count, factor, to);
     }
   });
 }

@@ -43,8 +43,7 @@ __global__ void __launch_bounds__(kThreads) dequantize(const Quantized in, uint3
     // From 0x80 on, which no kernel of ours writes, a byte means NaN, where the conversion would see a sign.
     const float s_b = e4m3_value(static_cast<uint8_t>(min(scales[i], uint32_t{kE4M3Nan})));
     float v[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = mul(mul(mul(biased_value(codes[i], j), kCodeBias), s_b), factors[i]);
+    decode8(codes[i], s_b, v, factors[i]);
     T* to = out + (static_cast<int64_t>(rows[i]) * columns + column);
     if constexpr (whole) {
       store8(to, v);
@@ -71,11 +70,9 @@ void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* 
   for_dtype(dtype, [&](auto type) {
     using T = decltype(type);
     T* to = static_cast<T*>(out);
-    if (columns % kBlock == 0) {
-      dequantize<T, true><<<grid, kThreads, 0, stream>>>(in, width, log2_width, blocks, to, alpha);
-    } else {
-      dequantize<T, false><<<grid, kThreads, 0, stream>>>(in, width, log2_width, blocks, to, alpha);
-    }
+    for_flag(columns % kBlock == 0, [&](auto whole) {
+      dequantize<T, whole.value><<<grid, kThreads, 0, stream>>>(in, width, log2_width, blocks, to, alpha);
+    });
   });
 }
 

@@ -12,8 +12,7 @@ namespace {
 template <typename T>
 __device__ __forceinline__ void store_half(T* to, uint32_t codes, float s_b, float factor) {
   float v[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = mul(mul(mul(biased_value(codes, i), kCodeBias), s_b), factor);
+  decode8(codes, s_b, v, factor);
   store8(to, v);
 }
 

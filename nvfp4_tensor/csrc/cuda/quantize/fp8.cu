@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "cuda/block/block.cuh"
+#include "cuda/block/finite.cuh"
 #include "numerics/fp8.h"
 #include "numerics/layout.h"
 
@@ -16,23 +17,16 @@ namespace nvfp4 {
 namespace {
 
 constexpr int kHeld = 2;  // blocks of 16 that a thread keeps, of each row; further ones are read twice
-// The largest of each half of v in the thread block, of whole warps, for all of its threads. Called once.
-__device__ __forceinline__ uint32_t max_of_halves(uint32_t v) {
-  __shared__ uint32_t of_warp[kThreads / 32];
-  v = warp_max(v & 0xFFFFu) | warp_max(v >> 16) << 16;
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
-  __syncthreads();
-  for (uint32_t warp = 0; warp < blockDim.x / 32; ++warp) v = __vmaxu2(v, of_warp[warp]);
-  return v;
-}
 
-// The largest v, likewise.
+// The largest v of the thread block, of whole warps, for all of its threads; or of each half of it. Called once.
+template <bool halves>
 __device__ __forceinline__ uint32_t max_for_all(uint32_t v) {
   __shared__ uint32_t of_warp[kThreads / 32];
-  v = warp_max(v);
+  v = halves ? warp_max(v & 0xFFFFu) | warp_max(v >> 16) << 16 : warp_max(v);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = v;
   __syncthreads();
-  for (uint32_t warp = 0; warp < blockDim.x / 32; ++warp) v = max(v, of_warp[warp]);
+  for (uint32_t warp = 0; warp < blockDim.x / 32; ++warp)
+    v = halves ? __vmaxu2(v, of_warp[warp]) : max(v, of_warp[warp]);
   return v;
 }
 
@@ -70,20 +64,6 @@ __device__ __forceinline__ Elements<T, kBlock> elements_at(const Matrix& x, uint
   }
 }
 
-// The bits of the largest finite magnitude, as float32.
-template <typename T>
-__device__ __forceinline__ uint32_t finite_amax(const Elements<T, kBlock>& e) {
-  const uint32_t bits = e.amax_bits();
-  if (bits < kInfinity<T>) return float_bits(Elements<T, kBlock>::magnitude_of(bits));
-  uint32_t most = 0;
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    const float v = fabsf(e.value(i));
-    if (v <= kFloatMax) most = max(most, float_bits(v));
-  }
-  return most;
-}
-
 template <typename T>
 __device__ __forceinline__ uint4 to_fp8(const Elements<T, kBlock>& e, float inverse) {
   uint32_t word[4];
@@ -113,11 +93,11 @@ __device__ __forceinline__ void quantize_row(const Matrix& x, uint32_t row, uint
   }
   uint32_t most = 0;
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) most = max(most, finite_amax<T>(held[i]));
+  for (int i = 0; i < kHeld; ++i) most = max(most, finite_amax_bits(held[i]));
   for (uint32_t block = threadIdx.x + kHeld * blockDim.x; block < blocks; block += blockDim.x) {
-    most = max(most, finite_amax<T>(elements_at<T, whole>(x, row, block)));
+    most = max(most, finite_amax_bits(elements_at<T, whole>(x, row, block)));
   }
-  const int exponent = fp8_exponent(bits_float(max_for_all(most)));
+  const int exponent = fp8_exponent(Elements<T, kBlock>::magnitude_of(max_for_all<false>(most)));
   const float inverse = power_of_two(-exponent);
   if (threadIdx.x == 0) scale[row] = power_of_two(exponent);
   uint4* to = reinterpret_cast<uint4*>(values) + static_cast<int64_t>(row) * blocks;
@@ -179,7 +159,7 @@ __device__ __forceinline__ void decode_rows(const Quantized& w, uint32_t row, ui
   for (uint32_t block = threadIdx.x + kHeld * blockDim.x; block < blocks; block += blockDim.x) {
     compare(0, scale_of(0, block)), compare(1, scale_of(1, block));
   }
-  most = max_of_halves(most);
+  most = max_for_all<true>(most);
   float inverse[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -229,13 +209,8 @@ void launch_fp8_operands(const Matrix& x, const Quantized& w, const Fp8& to_x, c
   if (grid == 0) return;
   const int64_t blocks = std::max(x.blocks(), w.blocks);
   const unsigned threads = static_cast<unsigned>(std::clamp<int64_t>(ceil_div(blocks, 32) * 32, 32, kThreads));
-  for_dtype(x.dtype, [&](auto type) {
-    using T = decltype(type);
-    if (x.whole_blocks()) {
-      fp8_operands<T, true><<<grid, threads, 0, stream>>>(x, w, to_x, to_w);
-    } else {
-      fp8_operands<T, false><<<grid, threads, 0, stream>>>(x, w, to_x, to_w);
-    }
+  for_matrix(x, [&](auto type, auto whole) {
+    fp8_operands<decltype(type), whole.value><<<grid, threads, 0, stream>>>(x, w, to_x, to_w);
   });
 }
 

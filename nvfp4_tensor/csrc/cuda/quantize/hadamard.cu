@@ -29,14 +29,9 @@ __global__ void __launch_bounds__(kThreads) hadamard_rows(Matrix x, uint32_t sig
 
 void launch_hadamard(const Matrix& x, uint32_t sign, void* out, cudaStream_t stream) {
   if (x.rows * x.blocks() == 0) return;
-  for_dtype(x.dtype, [&](auto type) {
-    using T = decltype(type);
-    const int64_t blocks = x.rows * x.blocks();
-    if (x.whole_blocks()) {
-      launch_walk<hadamard_rows<T, true>>(blocks, stream, x, sign, static_cast<uint4*>(out));
-    } else {
-      launch_walk<hadamard_rows<T, false>>(blocks, stream, x, sign, static_cast<uint4*>(out));
-    }
+  for_matrix(x, [&](auto type, auto whole) {
+    launch_walk<hadamard_rows<decltype(type), whole.value>>(x.rows * x.blocks(), stream, x, sign,
+                                                            static_cast<uint4*>(out));
   });
 }
 

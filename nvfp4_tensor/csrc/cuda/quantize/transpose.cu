@@ -51,12 +51,10 @@ void launch_transpose(const Matrix& x, int hadamard_sign, void* out, cudaStream_
   const uint32_t sign = static_cast<uint32_t>(hadamard_sign);
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
-    if (hadamard_sign >= 0) {
-      using Bf16 = __nv_bfloat16;
-      launch_walk<transpose_blocks<T, Bf16, true>>(threads, stream, x, sign, static_cast<Bf16*>(out));
-    } else {
-      launch_walk<transpose_blocks<T, T, false>>(threads, stream, x, sign, static_cast<T*>(out));
-    }
+    for_flag(hadamard_sign >= 0, [&](auto transform) {
+      using Out = std::conditional_t<transform.value, __nv_bfloat16, T>;
+      launch_walk<transpose_blocks<T, Out, transform.value>>(threads, stream, x, sign, static_cast<Out*>(out));
+    });
   });
 }
 
