@@ -90,10 +90,30 @@ __device__ __forceinline__ TensorScale tensor_scale(const Quantization& how) {
   return TensorScale::of(load_amax(how), how.spec.scale_ceiling);
 }
 
+__device__ __forceinline__ void write_per_tensor_scale(const Quantization& how, float amax) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) *how.per_tensor_scale = per_tensor_scale(amax, how.spec.scale_ceiling);
+}
 __device__ __forceinline__ void write_per_tensor_scale(const Quantization& how) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    *how.per_tensor_scale = per_tensor_scale(load_amax(how), how.spec.scale_ceiling);
+  write_per_tensor_scale(how, load_amax(how));
+}
+
+// The scale of a tensor, perhaps from maxima of its parts; its factor is written. All threads of the thread block, of
+// whole warps, come here together.
+__device__ __forceinline__ TensorScale tensor_scale_by_maxima(const Quantization& how) {
+  float most = 0.0f;
+  if (how.maxima == 1) {
+    most = load_amax(how);
+  } else {
+    __shared__ float of_warp[32];
+    for (int i = threadIdx.x; i < how.maxima; i += blockDim.x) most = fmaxf(most, how.amax[i]);
+    most = __uint_as_float(warp_max(__float_as_uint(most)));
+    __syncthreads();  // what an earlier call left has been read
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = most;
+    __syncthreads();
+    for (int i = 0; i < blockDim.x / 32; ++i) most = fmaxf(most, of_warp[i]);
   }
+  write_per_tensor_scale(how, most);
+  return TensorScale::of(most, how.spec.scale_ceiling);
 }
 
 __device__ __forceinline__ DrawSource draw_source(const Quantization& how, bool stochastic) {
@@ -110,10 +130,13 @@ __device__ __forceinline__ uint64_t block_number(const RandomOffset& offset, uin
 }
 
 // enc of every block scale, in shared memory: 127 exact divisions per thread block instead of one per 16 elements.
-// All threads of the thread block must come here together.
+// All threads of the thread block come here, and meet before they read it.
+__device__ __forceinline__ void fill_encode_table(const TensorScale& tensor, float* table) {
+  if (threadIdx.x < 128) table[threadIdx.x] = tensor.block_encode(e4m3_value(static_cast<uint8_t>(threadIdx.x)));
+}
 __device__ __forceinline__ const float* encode_table(const TensorScale& tensor) {
   __shared__ float table[128];
-  if (threadIdx.x < 128) table[threadIdx.x] = tensor.block_encode(e4m3_value(static_cast<uint8_t>(threadIdx.x)));
+  fill_encode_table(tensor, table);
   __syncthreads();
   return table;
 }

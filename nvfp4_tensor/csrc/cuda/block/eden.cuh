@@ -1,11 +1,9 @@
-// One block of a rotated row by EDEN: its codes, or the values that they stand for, and its share of the correction's
-// sums (numerics contract, section 9).
+// A lane's blocks of a rotation by EDEN: their codes, or the values that they stand for, and their scales (numerics
+// contract, section 9).
 #pragma once
 
-#include "cuda/block/decode.cuh"
+#include "cuda/block/rotation.cuh"
 #include "cuda/block/values.cuh"
-#include "numerics/block.h"
-#include "numerics/eden.h"
 
 namespace nvfp4 {
 
@@ -61,6 +59,46 @@ __device__ __forceinline__ void eden_values(float (&y)[kBlock], float s1, float 
     sums.add_element(mul(magnitude, tensor_encode), mul(value, s1));
     y[i] = bits_float(float_bits(value) | (float_bits(y[i]) & 0x80000000u));
   }
+}
+
+// What a lane's blocks are rounded to: codes, or y to values without a scale.
+template <int blocks>
+struct RoundedLane {
+  uint2 codes[blocks];
+  uint8_t s_bits[blocks];
+};
+
+// enc: that of each block scale. draw(block): the random bits of the lane's blocks.
+template <bool values, typename Lane, typename Draw>
+__device__ __forceinline__ RoundedLane<Lane::kBlocks> round_lane(const Lane&, float (&y)[Lane::kBlocks][kBlock],
+                                                                 const EdenScale& scale, const float* enc, Draw draw) {
+  float s1[Lane::kBlocks], a[Lane::kBlocks], b[Lane::kBlocks];
+  RoundedLane<Lane::kBlocks> out{};
+  bool finite = !scale.no_amax;
+#pragma unroll
+  for (int block = 0; block < Lane::kBlocks; ++block) {
+    const float most = magnitude_or_nan(y[block]);
+    const uint8_t first_bits = e4m3_nearest(mul(most, scale.onto_grid));
+    const float block_enc = enc[first_bits];
+    s1[block] = e4m3_value(first_bits);
+    finite &= is_finite(most);
+    EdenSums sums;
+    if constexpr (values) {
+      eden_values(y[block], s1[block], block_enc, scale.encode, sums);
+    } else {
+      out.codes[block] = eden_codes(y[block], s1[block], block_enc, scale.encode, sums);
+    }
+    a[block] = sums.a, b[block] = sums.b;
+  }
+  const bool broken = Lane::is_broken(finite);
+  const float correction = div(Lane::sum(a), Lane::sum(b));
+#pragma unroll
+  for (int block = 0; block < Lane::kBlocks; ++block) {
+    const uint8_t s_bits = round_scale(corrected_scale(s1[block], correction), draw(block));
+    out.s_bits[block] = broken ? kE4M3Nan : s_bits;
+    if (!values && broken) out.codes[block] = make_uint2(0u, 0u);
+  }
+  return out;
 }
 
 }  // namespace nvfp4

@@ -25,6 +25,16 @@ __device__ __forceinline__ float squared_error(const float (&v)[kBlock], float e
   return sum;
 }
 
+// The elements of a block, unpacked once and not for each scale that is tried.
+template <typename T>
+__device__ __forceinline__ void separate_values(const Elements<T, kBlock>& x, float (&v)[kBlock]) {
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    v[i] = x.value(i);
+    asm volatile("" : "+f"(v[i]));
+  }
+}
+
 // A scale that is tried, and what elements are multiplied by under it.
 struct Tried {
   float s, enc;

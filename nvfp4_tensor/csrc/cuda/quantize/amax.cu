@@ -6,7 +6,6 @@
 #include "cuda/block/columns.cuh"
 #include "cuda/block/finite.cuh"
 #include "cuda/ptx/shared.cuh"
-#include "cuda/quantize/maxima.h"
 
 namespace nvfp4 {
 namespace {
@@ -78,6 +77,11 @@ __global__ void __launch_bounds__(kThreads) amax_any(Matrix x, int hadamard_sign
   raise(out, float_bits(most));
 }
 
+template <typename T>
+int64_t threads_of(int64_t count) {
+  return ceil_div(count * static_cast<int64_t>(sizeof(T)), 64);
+}
+
 __global__ void clear(float* a, float* b) {
   griddepcontrol_launch_dependents();
   *a = 0.0f;
@@ -93,18 +97,12 @@ bool fits_maxima(const Matrix& x) {
   return contiguous && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
 }
 
-Maxima launch_maxima(const Matrix& x, const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
+Amax launch_maxima(const Matrix& x, const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
   const int64_t count = x.rows * x.columns;
-  Maxima maxima{};
+  Amax maxima{};
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
-    const int64_t threads = ceil_div(count * static_cast<int64_t>(sizeof(T)), 64);
-    static const int blocks_per_sm = [] {
-      int blocks = 0;
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, amax_contiguous<T, true>, kThreads, 0);
-      return std::max(blocks, 1);
-    }();
-    const unsigned grid = grid_of(kWaves * blocks_per_sm, ceil_div(threads, kThreads));
+    const unsigned grid = grid_of_walk<amax_contiguous<T, true>>(kWaves, threads_of<T>(count));
     float* const out = static_cast<float*>(scratch(grid * int64_t{sizeof(float)}));
     const Launch launch(dim3(grid), 1, kThreads, 0, stream, Begins::kAfterPrevious);
     cudaLaunchKernelEx(&launch.config, amax_contiguous<T, true>, static_cast<const T*>(x.data), count, out);
@@ -120,8 +118,7 @@ void launch_amax(const Matrix& x, int hadamard_sign, float* out, cudaStream_t st
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
     if (hadamard_sign < 0 && fits_maxima(x)) {
-      const int64_t threads = ceil_div(count * static_cast<int64_t>(sizeof(T)), 64);
-      launch_walk<amax_contiguous<T, false>, kWaves, Begins::kBesideClear>(threads, stream,
+      launch_walk<amax_contiguous<T, false>, kWaves, Begins::kBesideClear>(threads_of<T>(count), stream,
                                                                            static_cast<const T*>(x.data), count, out);
     } else if (hadamard_sign >= 0 && x.whole_blocks()) {
       launch_walk<amax_transformed<T>, kWaves, Begins::kBesideClear>(

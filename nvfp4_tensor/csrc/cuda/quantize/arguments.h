@@ -1,4 +1,5 @@
-// What the ops of quantization on CUDA share: the arguments of kernels, which kernel serves, and outputs.
+// What the ops of quantization on CUDA share: the arguments of kernels, outputs, and amaxes and transforms as
+// functions.
 #pragma once
 
 #include <optional>
@@ -6,39 +7,33 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/quantize/transforms.h"
+#include "cuda/host/tensors.h"
 #include "ops.h"
 
 namespace nvfp4 {
 
-// An amax, or maxima of parts of a tensor.
-struct Amax {
-  const float* at;
-  int maxima = 1;
-};
+inline float* floats(Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+
+inline Tensor empty_scalar(const Tensor& like) { return empty({}, ScalarType::Float, like); }
+
 inline Amax amax_given(const Tensor& amax, const Tensor& x) { return {amax_of(amax, x)}; }
 
-// Of x, or of what is made of it, as a matrix of so many rows and columns.
-inline Quantization quantization(int64_t spec, const Amax& amax, const std::optional<Tensor>& rng_state, int64_t stream,
-                                 const Tensor& x, int64_t rows, int64_t columns, int64_t row0, int64_t col0,
-                                 int64_t full_width, Tensor& factor) {
-  Quantization how{};
-  how.spec = spec_of(spec);
-  how.amax = amax.at;
-  how.per_tensor_scale = floats(factor);
-  const auto [first, row_blocks] = block_numbers(rows, columns, row0, col0, full_width);
-  how.random = {rng_state_of(rng_state, how.spec, x), first, row_blocks, static_cast<int>(stream)};
-  return how;
-}
+// Where x lies in a larger tensor: at (row0, col0) of one of so many columns (0: of x's own).
+struct Place {
+  int64_t row0 = 0, col0 = 0, full_width = 0;
+};
 
-// The same by EDEN, which numbers rotations.
-inline Quantization eden_quantization(const QuantizeSpec& spec, const Amax& amax,
-                                      const std::optional<Tensor>& rng_state, int64_t stream, const Tensor& x,
-                                      int64_t rows, int64_t columns, int64_t row0, int64_t col0, int64_t full_width,
-                                      Tensor& factor) {
-  const auto [first, row_groups] = block_numbers(rows, columns, row0, col0, full_width, kRotation);
-  return {
-      spec, amax.at, floats(factor), {rng_state_of(rng_state, spec, x), first, row_groups, static_cast<int>(stream)}};
+// Of x, or of what is made of it, as a matrix of so many rows and columns.
+inline Quantization quantization(const QuantizeSpec& spec, const Amax& amax, const std::optional<Tensor>& rng_state,
+                                 int64_t stream, const Tensor& x, int64_t rows, int64_t columns, const Place& place,
+                                 Tensor& factor) {
+  const int multiple = spec.column_multiple();
+  const auto [first, width] = block_numbers(rows, columns, place.row0, place.col0, place.full_width, multiple);
+  Quantization how{};
+  how.spec = spec, how.amax = amax.at, how.maxima = amax.maxima;
+  how.per_tensor_scale = floats(factor);
+  how.random = {rng_state_of(rng_state, spec, x), first, width, place.col0 / multiple, static_cast<int>(stream)};
+  return how;
 }
 
 // Whether the fast kernels know the rounding mode, on a side whose Hadamard transform (if any) they take care of.
@@ -53,32 +48,54 @@ inline bool is_plain(const QuantizeSpec& spec) {
 
 inline bool is_fast(const QuantizeSpec& spec) { return is_fast_mode(spec) && is_plain(spec); }
 
-// Whether launch_quantize_rows serves, which transforms blocks itself.
-inline bool transforms_itself(const Matrix& m, const QuantizeSpec& spec) {
-  return is_fast(spec) && m.whole_blocks() && spec.block_rows == 1;
-}
-
 // The packed spec of what is already transformed.
 inline int64_t without_hadamard(int64_t spec) { return spec & ~(int64_t{0xFFFF} << 16 | 1 << 9); }
 
+// Codes of a shape whose last number is not yet known, and scales.
 struct CodeOutputs {
+  int64_t rows, blocks;
   Tensor qdata, scale;
 
-  CodeOutputs(std::vector<int64_t> shape, int64_t rows, int64_t blocks, const Tensor& like)
-      : qdata(empty((shape.back() = blocks * kBlock / 2, shape), ScalarType::Byte, like)),
+  CodeOutputs(std::vector<int64_t> shape, int64_t row_count, int64_t columns, const Tensor& like,
+              int64_t multiple = kBlock)
+      : rows(row_count),
+        blocks(ceil_div(columns, multiple) * (multiple / kBlock)),
+        qdata(empty((shape.back() = blocks * kBlock / 2, shape), ScalarType::Byte, like)),
         scale(empty({ceil_div(rows, kTileRows), ceil_div(blocks, kTileColumns), 32, 16}, ScalarType::Float8_e4m3fn,
                     like)) {}
 
   Codes codes() {
     return {static_cast<uint8_t*>(qdata.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr())};
   }
+
+  // For a kernel that leaves the padding alone.
+  void clear_padding(cudaStream_t stream) {
+    if (rows % kTileRows == 0 && blocks % kTileColumns == 0) return;
+    cudaMemsetAsync(scale.mutable_data_ptr(), 0, static_cast<size_t>(scale.numel()), stream);
+  }
 };
 
-struct Outputs : CodeOutputs {
-  Tensor factor;
+// Codes and scales as kernels read them, with one factor, one per row or none.
+struct CodeInputs {
+  CodedShape shape;
+  Tensor qdata, scale;
+  std::optional<Tensor> factor;
 
-  Outputs(std::vector<int64_t> shape, int64_t rows, int64_t blocks, const Tensor& like)
-      : CodeOutputs(std::move(shape), rows, blocks, like), factor(empty_scalar(like)) {}
+  CodeInputs(const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& factors, int64_t columns)
+      : shape(check_coded(codes, scales, columns)), qdata(aligned_codes(codes)), scale(aligned_scales(scales)) {
+    NVFP4_CHECK(shape.rows < INT32_MAX - kBlock && shape.blocks * kBlock < INT32_MAX,
+                "qdata has more than 2^31 - 32 rows or columns: split it");
+    if (factors.has_value()) factor = factors_of(*factors, "per_tensor_scale", shape.rows, codes, "qdata");
+  }
+
+  Quantized operator()() const {
+    return {static_cast<const uint8_t*>(qdata.const_data_ptr()),
+            static_cast<const uint8_t*>(scale.const_data_ptr()),
+            factor ? static_cast<const float*>(factor->const_data_ptr()) : nullptr,
+            factor && factor->numel() != 1,
+            shape.rows,
+            shape.blocks};
+  }
 };
 
 // A transform fills the padding of the last columns that it takes together, so what it returns keeps it.
@@ -94,5 +111,26 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
 
 Tensor dequantize(const Tensor& qdata, const Tensor& scale, const std::optional<Tensor>& per_tensor_scale,
                   int64_t columns, ScalarType type);
+
+// The Hadamard transform of rows of whole blocks, padded perhaps, in bfloat16.
+Tensor hadamard(const Tensor& x, int64_t sign);
+
+// x^T, rows padded to 16 perhaps; Hadamard-transformed, in bfloat16, where sign >= 0. m is the matrix of x.
+Tensor transposed(const Tensor& x, const Matrix& m, int sign);
+
+// What training takes back before dgrad; x is what quantize_pair_values made, so always whole.
+Tensor rotate_back(const Tensor& x, const Tensor& rng_state, int64_t columns, int64_t col0);
+
+// The amax of what the spec quantizes: of x, of its Hadamard transform, or of its rotation.
+Tensor own_amax(const Tensor& x, const QuantizeSpec& spec, const std::optional<Tensor>& rng_state, int64_t col0);
+
+// That of x by spec, and of x^T by spec_t.
+std::tuple<Tensor, Tensor> amax_pair_by_spec(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
+                                             int64_t spec_t, int64_t row0, int64_t col0);
+
+// Whether the kernels of pairs with EDEN know the transforms: EDEN of the transpose, EDEN or none of the rows.
+inline bool rotates_pair(const Matrix& m, const QuantizeSpec& rows, const QuantizeSpec& columns) {
+  return m.dtype == Dtype::kBf16 && m.whole_blocks() && columns.is_eden() && (rows.is_eden() || rows.hadamard_sign < 0);
+}
 
 }  // namespace nvfp4

@@ -4,48 +4,32 @@
 namespace nvfp4 {
 namespace {
 
-template <typename T, bool whole, bool inverse>
-__global__ void __launch_bounds__(kThreads)
-    rotate(Matrix x, const int64_t* rng_state, int64_t first_group, float* out) {
-  RotationSigns signs(rng_state, first_group);
-  for (RotationWalk walk(x.rows, ceil_div(x.columns, kRotation)); walk.any(); walk.at.step()) {
-    float v[kBlock];
-    if constexpr (inverse) {
-      load_rotation<T, whole>(x, walk, v);
-      butterflies(v, walk.block);
-      signs.move_to(walk.at.column, walk.block);
-#pragma unroll
-      for (int i = 0; i < kBlock; ++i) v[i] = mul(v[i], signs.factor[i]);
-    } else {
-      load_rotated<T, whole>(x, walk, signs, v);
-    }
-    if (!walk.at.inside()) continue;
-    const int64_t group = static_cast<int64_t>(walk.at.row) * walk.at.width + walk.at.column;
-    float4* to = reinterpret_cast<float4*>(out + (group * kRotationBlocks + walk.block) * kBlock);
+// What becomes of a lane's rotated elements: all lanes of the warp come to operator() together, all threads to end().
+struct ToFloats {
+  float* out;
+
+  __device__ __forceinline__ void operator()(const RotationWalk& walk, const float (&v)[kBlock]) {
+    if (!walk.at.inside()) return;
+    float4* to = reinterpret_cast<float4*>(out + walk.number() * kBlock);
 #pragma unroll
     for (int i = 0; i < kBlock / 4; ++i) to[i] = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
   }
-}
+  __device__ __forceinline__ void end() {}
+};
 
-// The rotation taken back and rounded to bfloat16, of whole rotations, cut to `columns`.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    rotate_back(Matrix x, const int64_t* rng_state, int64_t first_group, uint32_t columns, __nv_bfloat16* out) {
-  RotationSigns signs(rng_state, first_group);
-  const bool whole_chunks = columns % 8 == 0;
-  for (RotationWalk walk(x.rows, x.columns / kRotation); walk.any(); walk.at.step()) {
-    float v[kBlock];
-    load_rotation<T, true>(x, walk, v);
-    butterflies(v, walk.block);
-    signs.move_to(walk.at.column, walk.block);
+// Rounded to bfloat16 and cut to `columns`.
+struct ToBfloat16 {
+  __nv_bfloat16* out;
+  uint32_t columns;
+
+  __device__ __forceinline__ void operator()(const RotationWalk& walk, const float (&v)[kBlock]) {
     uint32_t word[2][4];
 #pragma unroll
     for (int i = 0; i < kBlock; i += 2) {
-      word[i / 8][i % 8 / 2] = to_bfloat16(mul(v[i], signs.factor[i])) |
-                               static_cast<uint32_t>(to_bfloat16(mul(v[i + 1], signs.factor[i + 1]))) << 16;
+      word[i / 8][i % 8 / 2] = to_bfloat16(v[i]) | static_cast<uint32_t>(to_bfloat16(v[i + 1])) << 16;
     }
     // Two neighbouring lanes write 32 contiguous bytes at a time: both of the even lane's halves, then the odd one's.
-    const bool odd = walk.block % 2;
+    const bool odd = walk.part % 2;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, odd ? word[0][i] : word[1][i], 1);
@@ -55,13 +39,12 @@ __global__ void __launch_bounds__(kThreads)
         word[1][i] = other;
       }
     }
-    if (!walk.at.inside()) continue;
+    if (!walk.at.inside()) return;
     __nv_bfloat16* row = out + static_cast<int64_t>(walk.at.row) * columns;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t block = walk.at.column * kRotationBlocks + (walk.block & ~1u) + half;
-      const uint32_t column = block * kBlock + odd * 8;
-      if (whole_chunks) {
+      const uint32_t column = ((walk.block() & ~1u) + half) * kBlock + odd * 8;
+      if (columns % 8 == 0) {
         if (column < columns) {
           *reinterpret_cast<uint4*>(row + column) = make_uint4(word[half][0], word[half][1], word[half][2],
                                                                word[half][3]);
@@ -75,60 +58,61 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-}
+  __device__ __forceinline__ void end() {}
+};
 
-template <typename T, bool whole>
-__global__ void __launch_bounds__(kThreads)
-    amax_rotated(Matrix x, const int64_t* rng_state, int64_t first_group, float* out) {
-  RotationSigns signs(rng_state, first_group);
+struct ToAmax {
+  float* out;
   float most = 0.0f;
-  for (RotationWalk walk(x.rows, ceil_div(x.columns, kRotation)); walk.any(); walk.at.step()) {
-    float v[kBlock];
-    load_rotated<T, whole>(x, walk, signs, v);
+
+  __device__ __forceinline__ void operator()(const RotationWalk& walk, const float (&v)[kBlock]) {
     const float here = magnitude_or_nan(v);
-    if (!is_broken(here)) most = fmaxf(most, here);
+    if (!walk.is_broken(is_finite(here))) most = fmaxf(most, here);
   }
-  raise(out, float_bits(most));
+  __device__ __forceinline__ void end() { raise(out, float_bits(most)); }
+};
+
+template <typename T, bool whole, bool inverse, typename To>
+__global__ void __launch_bounds__(kThreads) rotate(Matrix x, Rotation rotation, To to) {
+  RotationSigns signs(rotation);
+  for (RotationWalk walk(x); walk.any(); walk.at.step()) {
+    float v[1][kBlock];
+    if constexpr (inverse) {
+      load_rotation<T, whole>(x, walk, v[0]);
+      walk.butterflies(v);
+      signs.apply(walk, v[0]);
+    } else {
+      load_rotated<T, whole>(x, walk, signs, v);
+    }
+    to(walk, v[0]);
+  }
+  to.end();
 }
 
 }  // namespace
 
-void launch_rotate(const Matrix& x, const int64_t* rng_state, int64_t first_group, bool inverse, float* out,
-                   cudaStream_t stream) {
+void launch_rotate(const Matrix& x, const Rotation& rotation, bool inverse, float* out, cudaStream_t stream) {
   if (x.rows * x.columns == 0) return;
-  for_dtype(x.dtype, [&](auto type) {
-    using T = decltype(type);
-    const auto launch = [&](auto whole) {
-      if (inverse) {
-        launch_rotations<rotate<T, whole.value, true>>(x, stream, rng_state, first_group, out);
-      } else {
-        launch_rotations<rotate<T, whole.value, false>>(x, stream, rng_state, first_group, out);
-      }
-    };
-    x.whole_blocks() ? launch(std::true_type{}) : launch(std::false_type{});
+  for_matrix(x, [&](auto type, auto whole) {
+    for_flag(inverse, [&](auto back) {
+      launch_rotations<rotate<decltype(type), whole.value, back.value, ToFloats>>(x, stream, rotation, ToFloats{out});
+    });
   });
 }
 
-void launch_rotate_back(const Matrix& x, const int64_t* rng_state, int64_t first_group, int64_t columns, void* out,
-                        cudaStream_t stream) {
+void launch_rotate_back(const Matrix& x, const Rotation& rotation, int64_t columns, void* out, cudaStream_t stream) {
   if (x.rows * columns == 0) return;
+  const ToBfloat16 to{static_cast<__nv_bfloat16*>(out), static_cast<uint32_t>(columns)};
   for_dtype(x.dtype, [&](auto type) {
-    launch_rotations<rotate_back<decltype(type)>>(x, stream, rng_state, first_group, static_cast<uint32_t>(columns),
-                                                  static_cast<__nv_bfloat16*>(out));
+    launch_rotations<rotate<decltype(type), true, true, ToBfloat16>>(x, stream, rotation, to);
   });
 }
 
-void launch_amax_rotated(const Matrix& x, const int64_t* rng_state, int64_t first_group, float* out,
-                         cudaStream_t stream) {
+void launch_amax_rotated(const Matrix& x, const Rotation& rotation, float* out, cudaStream_t stream) {
   launch_clear(out, nullptr, stream);
   if (x.rows * x.columns == 0) return;
-  for_dtype(x.dtype, [&](auto type) {
-    using T = decltype(type);
-    if (x.whole_blocks()) {
-      launch_rotations<amax_rotated<T, true>>(x, stream, rng_state, first_group, out);
-    } else {
-      launch_rotations<amax_rotated<T, false>>(x, stream, rng_state, first_group, out);
-    }
+  for_matrix(x, [&](auto type, auto whole) {
+    launch_rotations<rotate<decltype(type), whole.value, false, ToAmax>>(x, stream, rotation, ToAmax{out});
   });
 }
 

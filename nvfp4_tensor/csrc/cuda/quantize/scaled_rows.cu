@@ -10,6 +10,7 @@
 // Rows that do not fit (65536 columns by a cluster, 8192 where there are none) are read twice, the second time from L2.
 #include <algorithm>
 #include <array>
+#include <atomic>
 
 #include "cuda/block/block.cuh"
 #include "cuda/block/finite.cuh"
@@ -17,7 +18,6 @@
 #include "cuda/block/transform.cuh"
 #include "cuda/block/values.cuh"
 #include "cuda/ptx/shared_sm90.cuh"
-#include "cuda/quantize/scaled_rows.h"
 
 namespace nvfp4 {
 namespace {
@@ -129,10 +129,7 @@ struct Target {
   __device__ __forceinline__ void store(const Elements<T, kBlock>& block, uint8_t s_bits, float s_b, float enc,
                                         const DrawSource& source, uint64_t number, int64_t index) const {
     if constexpr (kValues) {
-      const auto values = block_values<mode>(block, s_b, enc, source, number);
-      uint4* to = reinterpret_cast<uint4*>(data) + 2 * index;
-      to[0] = make_uint4(values.word[0], values.word[1], values.word[2], values.word[3]);
-      to[1] = make_uint4(values.word[4], values.word[5], values.word[6], values.word[7]);
+      block_values<mode>(block, s_b, enc, source, number).store(reinterpret_cast<uint4*>(data) + 2 * index);
     } else {
       reinterpret_cast<uint2*>(data)[index] = encode16<mode>(block, s_bits, enc, source, number);
     }
@@ -315,38 +312,17 @@ Shares shares_of(const Matrix& x) {
 // How many clusters of so many thread blocks run at a time.
 template <auto kKernel>
 int clusters_at_a_time(int ranks) {
-  struct Known {
-    int device = -1;
-    std::array<int, kMostBlocksInCluster + 1> clusters{};
-  };
-  thread_local Known known;
-  int device = 0;
-  cudaGetDevice(&device);
-  if (known.device != device) known = {device, {}};
-  int& count = known.clusters[ranks];
-  if (count) return count;
-  if (ranks == 1) {
-    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kKernel, kThreads, 0);
-    count *= this_machine().multiprocessors;
-  } else {
+  static std::array<std::atomic<int>, kMostBlocksInCluster + 1> known{};
+  if (known[ranks] == 0) {
+    int count = 0;
     const Launch launch(dim3(ranks), ranks, kThreads, 0, nullptr, Begins::kAfterPrevious);
     cudaOccupancyMaxActiveClusters(&count, kKernel, &launch.config);
+    known[ranks] = std::max(count, 1);
   }
-  count = std::max(count, 1);
-  return count;
+  return known[ranks];
 }
 
-template <auto kKernel, typename... Arguments>
-void launch_units(int64_t units, const Shares& shares, cudaStream_t stream, Arguments... arguments) {
-  const int64_t needed = ceil_div(units, kWarps / shares.across);
-  const int64_t clusters = std::min<int64_t>(needed, clusters_at_a_time<kKernel>(shares.ranks));
-  const unsigned grid = static_cast<unsigned>(clusters * shares.ranks);
-  const Launch launch(dim3(grid), shares.ranks, kThreads, 0, stream,
-                      grid <= kFewBlocks ? Begins::kBeforePreviousEnds : Begins::kAfterPrevious);
-  cudaLaunchKernelEx(&launch.config, kKernel, arguments...);
-}
-
-// One request, and its kernels by shape.
+// A request, and its kernels by shape.
 template <typename T, Fast mode, bool kValues, typename Transform>
 struct Request {
   const Matrix& x;
@@ -358,9 +334,16 @@ struct Request {
 
   template <typename S>
   void launch() const {
-    launch_units<quantize_scaled_rows<T, mode, kValues, Transform, S>>(ceil_div(x.rows, kTileRows) * kUnitsOfTile,
-                                                                       shares_of<S>(x), stream, x, how, transform,
-                                                                       shares_of<S>(x), out, target);
+    constexpr auto kKernel = quantize_scaled_rows<T, mode, kValues, Transform, S>;
+    const Shares shares = shares_of<S>(x);
+    const int64_t needed = ceil_div(ceil_div(x.rows, kTileRows) * kUnitsOfTile, kWarps / shares.across);
+    const unsigned grid = shares.ranks == 1 ? grid_of_walk<kKernel>(1, needed * kThreads)
+                                            : static_cast<unsigned>(
+                                                  shares.ranks *
+                                                  std::min<int64_t>(needed, clusters_at_a_time<kKernel>(shares.ranks)));
+    const Launch launch(dim3(grid), shares.ranks, kThreads, 0, stream,
+                        grid <= kFewBlocks ? Begins::kBeforePreviousEnds : Begins::kAfterPrevious);
+    cudaLaunchKernelEx(&launch.config, kKernel, x, how, transform, shares, out, target);
   }
 
   // H200, us, 16384 rows of bfloat16 to nearest: 16384 and 14336 columns by two blocks a lane 222 and 217, by one (and
@@ -368,15 +351,11 @@ struct Request {
   void launch_best() const {
     constexpr bool kWide = sizeof(T) == 4, kTransforms = !std::is_same_v<Transform, Plain>;
     using One = Shape<1, kWide ? 2 : kValues || kTransforms ? 3 : 4>;
-    using Two = Shape<2, 2>;
-    constexpr int64_t kMostByOne = 8192 / kBlock;
-    if (kWide || x.blocks() <= kMostByOne) {
-      if (shares_of<One>(x).pieces == 1) return launch<One>();
-    }
-    if constexpr (kTransforms) {
-      if (shares_of<One>(x).pieces == 1) return launch<One>();
-    } else if constexpr (!kWide) {
-      if (shares_of<Two>(x).pieces == 1) return launch<Two>();
+    constexpr bool kByTwo = !kWide && !kTransforms;
+    const bool one_fits = shares_of<One>(x).pieces == 1;
+    if (one_fits && (!kByTwo || x.blocks() <= 8192 / kBlock)) return launch<One>();
+    if constexpr (kByTwo) {
+      if (shares_of<Shape<2, 2>>(x).pieces == 1) return launch<Shape<2, 2>>();
     }
     launch<Shape<1, kWide || kTransforms ? 2 : 3, false>>();
   }
@@ -386,14 +365,8 @@ struct Request {
 
 void launch_row_amax(const Matrix& x, const float* given, float ceiling, float* amax, float* factors,
                      cudaStream_t stream) {
-  const int64_t threads = x.rows * 32;
-  for_dtype(x.dtype, [&](auto type) {
-    using T = decltype(type);
-    if (x.whole_blocks()) {
-      launch_walk<row_amax<T, true>, 4>(threads, stream, x, given, ceiling, amax, factors);
-    } else {
-      launch_walk<row_amax<T, false>, 4>(threads, stream, x, given, ceiling, amax, factors);
-    }
+  for_matrix(x, [&](auto type, auto whole) {
+    launch_walk<row_amax<decltype(type), whole.value>, 4>(x.rows * 32, stream, x, given, ceiling, amax, factors);
   });
 }
 

@@ -1,7 +1,6 @@
 // quantize, 16x16 tiles: the fast kernel. A warp takes 8 tiles side by side; lane 8g + t has rows g, g + 4, g + 8 and
 // g + 12 of tile t, so that eight lanes read 256 bytes of a row of bfloat16 and two shuffles end a tile's maximum.
 #include "cuda/block/block.cuh"
-#include "cuda/quantize/maxima.h"
 
 namespace nvfp4 {
 namespace {
@@ -23,10 +22,8 @@ __device__ __forceinline__ void store_scales(uint32_t s_bits, const Walk& at, ui
 
 template <typename T, Fast mode>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
-    quantize_tiles(Matrix x, Quantization how, int maxima, Codes out) {
-  const float amax = largest_amax(how, maxima);
-  const TensorScale tensor = TensorScale::of(amax, how.spec.scale_ceiling);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *how.per_tensor_scale = per_tensor_scale(amax, how.spec.scale_ceiling);
+    quantize_tiles(Matrix x, Quantization how, Codes out) {
+  const TensorScale tensor = tensor_scale_by_maxima(how);
   const float* enc = encode_table(tensor);
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
   const uint32_t blocks = static_cast<uint32_t>(x.blocks());
@@ -65,15 +62,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 2 : 3)
 }  // namespace
 
 void launch_quantize_tiles(const Matrix& x, const Quantization& how, const Codes& out, cudaStream_t stream) {
-  launch_quantize_tiles(x, how, 1, out, stream);
-}
-
-void launch_quantize_tiles(const Matrix& x, const Quantization& how, int maxima, const Codes& out,
-                           cudaStream_t stream) {
   const int64_t warps = ceil_div(x.rows, kBlock) * ceil_div(x.blocks(), kTilesAWarp);
   for_dtype(x.dtype, [&](auto type) {
     for_mode(how.spec, [&](auto mode) {
-      launch_walk<quantize_tiles<decltype(type), mode.value>>(warps * 32, stream, x, how, maxima, out);
+      launch_walk<quantize_tiles<decltype(type), mode.value>>(warps * 32, stream, x, how, out);
     });
   });
 }

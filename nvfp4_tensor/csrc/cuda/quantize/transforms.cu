@@ -1,5 +1,5 @@
 // The ops that find an amax or transform a tensor, on CUDA.
-#include "cuda/quantize/transforms.h"
+#include "cuda/quantize/arguments.h"
 
 namespace nvfp4 {
 
@@ -9,11 +9,10 @@ namespace {
 
 Tensor amax(const Tensor& x, int64_t hadamard_sign) {
   const OnDeviceOf guard(x);
-  const cudaStream_t stream = current_stream(x);
   const CudaRows rows(x.dim() ? x : torch::stable::reshape(x, {1}));
   const int sign = hadamard_sign_of(hadamard_sign);
   Tensor out = empty_scalar(x);
-  launch_amax(rows.matrix, sign, floats(out), stream);
+  launch_amax(rows.matrix, sign, floats(out), current_stream(x));
   check_launched("nvfp4::amax");
   return out;
 }
@@ -50,8 +49,8 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
   const cudaStream_t stream = current_stream(x);
   const int sign = hadamard_sign_of(hadamard_sign);
   if (sign < 0) {
-    Tensor row = nvfp4::amax(x, -1), column = empty({}, ScalarType::Float, x);
-    cudaMemcpyAsync(column.mutable_data_ptr(), row.mutable_data_ptr(), sizeof(float), cudaMemcpyDeviceToDevice, stream);
+    Tensor row = nvfp4::amax(x, -1), column = empty_scalar(x);
+    cudaMemcpyAsync(floats(column), floats(row), sizeof(float), cudaMemcpyDeviceToDevice, stream);
     return {row, column};
   }
   const CudaRows rows(x);
@@ -66,25 +65,25 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
 
 // --- EDEN's rotation -------------------------------------------------------------------------------------------------
 
-const QuantizeSpec kEden = QuantizeSpec::unpack(1 << 12);
+// Whose first column has number col0.
+Rotation rotation_of(const Tensor& rng_state, int64_t col0, const Tensor& x) {
+  check_rotation_offset(col0);
+  return {rng_state_of(rng_state, x), col0 / kRotation};
+}
 
-// The number of the first column's rotation.
-int64_t first_group(int64_t col0) {
-  NVFP4_CHECK(col0 >= 0 && col0 % kRotation == 0, "col0 must be a multiple of ", kRotation,
-              ", where a rotation begins, not ", col0);
-  return col0 / kRotation;
+void check_rotated(const Matrix& m) {
+  NVFP4_CHECK(m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation, " columns, not ",
+              m.columns);
 }
 
 Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t col0) {
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  NVFP4_CHECK(!inverse || m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation,
-              " columns, not ", m.columns);
-  const int64_t group = first_group(col0);
-  const int64_t* state = rng_state_of(rng_state, kEden, x);
+  if (inverse) check_rotated(m);
+  const Rotation rotation = rotation_of(rng_state, col0, x);
   Tensor out = empty(with_last(x, ceil_div(m.columns, kRotation) * kRotation), ScalarType::Float, x);
-  launch_rotate(m, state, group, inverse, floats(out), current_stream(x));
+  launch_rotate(m, rotation, inverse, floats(out), current_stream(x));
   check_launched("nvfp4::rotate");
   return out;
 }
@@ -92,11 +91,9 @@ Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t co
 Tensor amax_rotated(const Tensor& x, const Tensor& rng_state, int64_t col0) {
   const OnDeviceOf guard(x);
   const CudaRows rows(x);
-  const cudaStream_t stream = current_stream(x);
-  const int64_t group = first_group(col0);
-  const int64_t* state = rng_state_of(rng_state, kEden, x);
+  const Rotation rotation = rotation_of(rng_state, col0, x);
   Tensor out = empty_scalar(x);
-  launch_amax_rotated(rows.matrix, state, group, floats(out), stream);
+  launch_amax_rotated(rows.matrix, rotation, floats(out), current_stream(x));
   check_launched("nvfp4::amax_rotated");
   return out;
 }
@@ -108,13 +105,11 @@ Tensor rotate_back(const Tensor& x, const Tensor& rng_state, int64_t columns, in
   CudaRows rows(x);
   if (!rows.matrix.whole_blocks()) rows = CudaRows(torch::stable::clone(x));
   const Matrix& m = rows.matrix;
-  NVFP4_CHECK(m.columns % kRotation == 0, "a rotated tensor has a multiple of ", kRotation, " columns, not ",
-              m.columns);
+  check_rotated(m);
   NVFP4_CHECK(columns >= 0 && columns <= m.columns, "columns is at most the ", m.columns, " of x, not ", columns);
-  const int64_t group = first_group(col0);
-  const int64_t* state = rng_state_of(rng_state, kEden, x);
+  const Rotation rotation = rotation_of(rng_state, col0, x);
   Tensor out = empty(with_last(x, columns), ScalarType::BFloat16, x);
-  launch_rotate_back(m, state, group, columns, out.mutable_data_ptr(), current_stream(x));
+  launch_rotate_back(m, rotation, columns, out.mutable_data_ptr(), current_stream(x));
   check_launched("nvfp4::rotate_back");
   return out;
 }
@@ -138,10 +133,11 @@ std::tuple<Tensor, Tensor> amax_pair_by_spec(const Tensor& x, const std::optiona
   if (!rotates_pair(m, of_rows, of_columns)) {
     return {own_amax(x, of_rows, rng_state, col0), own_amax(transposed(x, m, -1), of_columns, rng_state, row0)};
   }
-  const int64_t group = of_rows.is_eden() ? first_group(col0) : 0, group_t = first_group(row0);
-  const int64_t* state = rng_state_of(rng_state, of_columns, x);
+  rng_state_of(rng_state, of_columns, x);  // refuses none
+  const Rotation by_rows = rotation_of(*rng_state, of_rows.is_eden() ? col0 : 0, x);
+  const Rotation by_columns = rotation_of(*rng_state, row0, x);
   Tensor row = empty_scalar(x), column = empty_scalar(x);
-  launch_amax_pair_eden(m, of_rows.is_eden(), state, group, group_t, floats(row), floats(column), current_stream(x));
+  launch_amax_pair_eden(m, of_rows.is_eden(), by_rows, by_columns, floats(row), floats(column), current_stream(x));
   check_launched("nvfp4::amax_pair_by_spec");
   return {row, column};
 }
