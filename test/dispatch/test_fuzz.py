@@ -6,7 +6,6 @@ are codes times powers of two, which a change of the per-tensor scale does not r
 """
 
 import copy
-import io
 import pickle
 import random
 from collections import Counter
@@ -14,6 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.files import saved
 from helpers.writes import WRITES
 from torch import Tensor
 
@@ -108,13 +108,6 @@ def random_take(shape, rng: random.Random) -> Callable[[Tensor], Tensor]:
         lambda t: torch.nn.functional.pad(t, [0, 0, 1, 2]),
     ]  # fmt: skip
     return rng.choice(rng.choices([slices, others, copies], [4, 3, 2])[0])
-
-
-def saved(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 TOGETHER = [copy.deepcopy, saved, lambda value: [pickle.loads(pickle.dumps(each)) for each in value]]

@@ -126,6 +126,7 @@ OTHERS = {
     "addmm, w first": (lambda x, w: BIAS.view(-1, 1).expand(N, 16).addmm(w, x.t()), (16, K)),
     "by names": (lambda x, w: torch.addmm(input=BIAS, mat1=x, mat2=w.t()), (16, K)),
     "mv": (lambda x, w: torch.mv(w, x), (K,)),
+    "linear of a vector": (lambda x, w: nn.functional.linear(x, w[3]), (2, 5, K)),
     "a vector": (lambda x, w: x @ w.t(), (K,)),
     "w first": (lambda x, w: w @ x.t(), (16, K)),
     "a batch": (lambda x, w: x @ w.t(), (3, 7, K)),
@@ -193,6 +194,10 @@ def test_a_frozen_weight_saves_neither_activations_nor_a_dense_weight(product):
             with torch.autocast("cpu", torch.bfloat16):
                 assert function(leaf, w).dtype == torch.bfloat16
     assert saved and all(isinstance(t, NVFP4Tensor) or t.numel() < K for t in saved)
+    if product == "linear":
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(leaf, w := w.requires_grad_())
+        close(torch.autograd.grad(y.float().sum(), w)[0], leaf.detach().sum(0).expand(N, K), 0.01)
 
 
 def test_compiled():

@@ -208,6 +208,9 @@ def test_a_view_out_of_a_graph_or_into_one_is_a_view():
     assert torch.equal(t.dequantize(), before)
 
 
-def test_codes_behind_the_last_column_are_zero():
+def test_rows_that_end_within_a_block():
+    t = matrix(40, 100)
+    blocks, dense = (x[:, :96].unflatten(-1, (6, 16)) for x in (t, t.dequantize()))
+    assert torch.equal(blocks.dequantize(), dense)
     part = quantize(torch.randn(8, 64))[:, 16:40]
     assert part.qdata.shape == (8, 16) and not part.qdata[:, 12:].any() and part.qdata[:, :12].any()

@@ -5,25 +5,15 @@ import warnings
 
 import pytest
 import torch
-from helpers.writes import BINARY, WRITES
+from helpers.writes import BINARY, WRITES, linear_of, matrix
 from torchao.quantization import quantize_
 from torchao.testing import utils as torchao_tests
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts
+from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts
 from nvfp4_tensor.quantization.linear import NVFP4Linear
 from nvfp4_tensor.training import NVFP4AdamW, NVFP4Optimizer, refit_
 
 ROWS = QuantizeSpec(row_scaled=True)
-
-
-def matrix(rows=256, columns=128, factor=1.0, **arguments) -> NVFP4Tensor:
-    return quantize(torch.randn(rows, columns) * factor, **arguments)
-
-
-def linear_of(t):
-    linear = torch.nn.Linear(t.shape[1], t.shape[0], bias=False)
-    linear.weight = torch.nn.Parameter(t, requires_grad=False)
-    return linear
 
 
 # --- operators that write --------------------------------------------------------------------------------------------

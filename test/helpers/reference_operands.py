@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from helpers.instruction_sets import reference_amax
 from nvfp4_tensor import QuantizeSpec
-from nvfp4_tensor.numerics import eden, reference
+from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.training import WeightForDx
 
 
@@ -24,12 +25,8 @@ class Stored(NamedTuple):
 
 
 def quantized(x: Tensor, spec: QuantizeSpec, rng_state, stream: int) -> Stored:
-    """Quantize x (R, C) by its amax."""
-    if spec.is_eden:
-        amax = eden.amax(x, rng_state)
-    else:
-        amax = reference.amax(x if spec.hadamard_sign is None else reference.hadamard(x, spec.hadamard_sign))
-    return Stored(*reference.quantize(x, amax, rng_state, spec, stream=stream))
+    """Quantize x (R, C) by its amax, or those of its rows."""
+    return Stored(*reference.quantize(x, reference_amax(x, spec, rng_state), rng_state, spec, stream=stream))
 
 
 def expected_products(x, w, dy, recipe, rng_state):
@@ -63,6 +60,7 @@ def wide(operand, columns=None):
 def multiplied(left, right):
     """Return left @ right^T of float64 values and scales, and the sum of its summands' magnitudes."""
     (a, fa), (b, fb) = left, right
+    fa = torch.as_tensor(fa).view(-1, 1)
     columns = min(a.shape[1], b.shape[1])
     a, b = a[:, :columns], b[:, :columns]
     return (a @ b.t()) * fa * fb, (a.abs() @ b.abs().t()) * fa * fb

@@ -1,8 +1,21 @@
-"""Operators that write into a tensor, as functions of it and another operand, and return it."""
+"""Matrices, and operators that write into one, as functions of it and another operand, and return it."""
 
 import operator
 
 import torch
+
+from nvfp4_tensor import NVFP4Tensor, quantize
+
+
+def matrix(rows=256, columns=128, factor=1.0, **arguments) -> NVFP4Tensor:
+    return quantize(torch.randn(rows, columns) * factor, **arguments)
+
+
+def linear_of(t):
+    linear = torch.nn.Linear(t.shape[1], t.shape[0], bias=False)
+    linear.weight = torch.nn.Parameter(t, requires_grad=False)
+    return linear
+
 
 BINARY = {
     "+=": operator.iadd, "-=": operator.isub, "*=": operator.imul, "/=": operator.itruediv, "%=": operator.imod,

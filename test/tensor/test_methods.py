@@ -1,7 +1,6 @@
 """Methods of torch.Tensor that need a storage use the inner tensors or raise: no crash, no lost write."""
 
 import copy
-import io
 import multiprocessing
 import pickle
 import subprocess
@@ -9,20 +8,12 @@ import sys
 
 import pytest
 import torch
+from helpers.files import saved
+from helpers.writes import linear_of, matrix
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
 
 pytestmark = pytest.mark.slow
-
-
-def matrix(rows=256, columns=128) -> NVFP4Tensor:
-    return quantize(torch.randn(rows, columns))
-
-
-def linear_of(t):
-    linear = torch.nn.Linear(t.shape[1], t.shape[0], bias=False)
-    linear.weight = torch.nn.Parameter(t, requires_grad=False)
-    return linear
 
 
 # --- sharing between processes ---------------------------------------------------------------------------------------
@@ -143,10 +134,12 @@ def test_data_takes_the_parts_of_another(other):
 def test_setting_data_to_a_dense_tensor_raises():
     model = linear_of(matrix())
     before = model.weight.dequantize()
-    with pytest.raises(RuntimeError, match=r"t\.copy_\(x\) to quantize x"):
-        model.weight.data = torch.randn(256, 128)
-    with pytest.raises(RuntimeError, match=r"t\.copy_\(x\) to quantize x"):
-        torch.nn.utils.vector_to_parameters(torch.randn(256 * 128), model.parameters())
+    for write in (
+        lambda: setattr(model.weight, "data", torch.randn(256, 128)),
+        lambda: torch.nn.utils.vector_to_parameters(torch.randn(256 * 128), model.parameters()),
+    ):
+        with pytest.raises(RuntimeError, match=r"t\.copy_\(x\) to quantize x"):
+            write()
     assert torch.equal(model.weight.dequantize(), before)
 
 
@@ -180,13 +173,6 @@ def test_a_deep_copy_has_its_own_gradient_and_leaves_the_original(view, has_grap
 
 
 # --- to other processes and files ------------------------------------------------------------------------------------
-
-
-def saved(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def through_a_queue(value):

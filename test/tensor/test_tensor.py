@@ -1,13 +1,14 @@
 """quantize and fake_quantize: arguments, fields, bits, gradients and copies."""
 
 import copy
-import io
 import math
 import pickle
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from helpers.files import saved
+from helpers.refusals import refuses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,47 +72,44 @@ def test_round_mode_by_name_and_enum_replaces_that_of_the_spec():
     assert NVFP4Tensor.to_nvfp4(x, spec=spec).spec == spec
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: quantize(torch.tensor(1.0)), ValueError, "0-d"),
-        (lambda: quantize(torch.zeros(4, dtype=torch.float64)), TypeError, r"float64.*x.to\(torch.float32\)"),
-        (lambda: quantize([1.0]), TypeError, "as_tensor"),
-        (lambda: quantize(quantize(torch.zeros(4))), TypeError, r"dequantize\(\)"),
-        (lambda: NVFP4Tensor.to_nvfp4(torch.zeros(4), round_mode="up"), ValueError, "'stochastic'"),
-        (lambda: quantize(torch.zeros(4), amax=-1.0), ValueError, "amax"),
-        (lambda: quantize(torch.zeros(4), amax=torch.ones(2)), ValueError, "amax"),
-        (lambda: quantize(torch.zeros(4), amax=torch.ones((), dtype=torch.int64)), ValueError, "amax"),
-        (lambda: quantize(torch.zeros(4), amax=[3.0]), ValueError, r"amax must be a finite.*got \[3.0\]"),
-        (lambda: quantize(torch.zeros(4), generator=42), TypeError, r"torch.Generator\(\).manual_seed\(42\)"),
-        (lambda: quantize(torch.ones(4, 32).to_sparse()), TypeError, r"torch.sparse_coo: use x.to_dense\(\)"),
-        (lambda: quantize(torch.nested.nested_tensor([torch.ones(2, 32)])), TypeError, "x.to_padded_tensor"),
-        (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2)), ValueError, "int64"),
-        (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(3, dtype=torch.int64)), ValueError, "rng_state"),
-        (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=torch.zeros(2).long(), generator=torch.Generator()), ValueError, "mutually exclusive"),  # noqa: E501
-        (lambda: quantize(torch.zeros(4), origin=(0, 8), full_width=64), ValueError, "multiple of 16"),
-        (lambda: quantize(torch.zeros(4), origin=(0, -16), full_width=64), ValueError, "multiple of 16"),
-        (lambda: quantize(torch.zeros(4), origin=(-16, 0)), ValueError, "block_rows"),
-        (lambda: quantize(torch.zeros(4), origin=(0, 16)), ValueError, "full_width"),
-        (lambda: quantize(torch.zeros(4), origin=(0, 16), full_width=19), ValueError, "full_width"),
-        (lambda: quantize(torch.zeros(4), QuantizeSpec(block_rows=16), origin=(8, 0)), ValueError, "block_rows"),
-        (lambda: quantize(torch.zeros(4)).dequantize(torch.int8), TypeError, "int8"),
-        (lambda: fake_quantize(torch.zeros(4), dtype=torch.float64), TypeError, "float64"),
-        (lambda: fake_quantize(quantize(torch.zeros(4))), TypeError, r"dequantize\(\)"),
-        (lambda: quantize(torch.zeros(4), "stochastic"), TypeError, "spec must be a QuantizeSpec"),
-        (lambda: fake_quantize(torch.zeros(4), "rne"), TypeError, "spec must be a QuantizeSpec"),
-        (lambda: quantize(torch.zeros(4), QuantizeSpec(round_mode="eden")), ValueError, r"fake_quantize\(x, spec\)"),
-        (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=(1, 2)), TypeError, r"torch.tensor\(\[seed, offset\]\)"),
-        (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2, device="meta").long()), ValueError, "is on meta"),
-        (lambda: quantize_experts([1]), ValueError, r"experts must be a tensor \(E, N, K\).*got list"),
-        (lambda: quantize_experts(torch.ones(0, 16, 16)), ValueError, "at least one"),
-        (lambda: quantize_experts(torch.ones(1, 4, 32), activation_spec=SPECS[3]), ValueError, "same hadamard_sign"),
-    ],
-)  # fmt: skip
-def test_invalid_arguments_raise(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+test_invalid_arguments_raise = refuses(
+    (lambda: quantize(torch.tensor(1.0)), ValueError, "0-d"),
+    (lambda: quantize(torch.zeros(4, dtype=torch.float64)), TypeError, r"float64.*x.to\(torch.float32\)"),
+    (lambda: quantize([1.0]), TypeError, "as_tensor"),
+    (lambda: quantize(quantize(torch.zeros(4))), TypeError, r"dequantize\(\)"),
+    (lambda: NVFP4Tensor.to_nvfp4(torch.zeros(4), round_mode="up"), ValueError, "'stochastic'"),
+    (lambda: quantize(torch.zeros(4), amax=-1.0), ValueError, "amax"),
+    (lambda: quantize(torch.zeros(4), amax=torch.ones(2)), ValueError, "amax"),
+    (lambda: quantize(torch.zeros(4), amax=torch.ones((), dtype=torch.int64)), ValueError, "amax"),
+    (lambda: quantize(torch.zeros(4), amax=[3.0]), ValueError, r"amax must be a finite.*got \[3.0\]"),
+    (lambda: quantize(torch.zeros(4), generator=42), TypeError, r"torch.Generator\(\).manual_seed\(42\)"),
+    (lambda: quantize(torch.ones(4, 32).to_sparse()), TypeError, r"torch.sparse_coo: use x.to_dense\(\)"),
+    (lambda: quantize(torch.nested.nested_tensor([torch.ones(2, 32)])), TypeError, "x.to_padded_tensor"),
+    (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2)), ValueError, "int64"),
+    (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(3, dtype=torch.int64)), ValueError, "rng_state"),
+    (
+        lambda: quantize(torch.zeros(4), SPECS[1], rng_state=torch.zeros(2).long(), generator=torch.Generator()),
+        ValueError,
+        "mutually exclusive",
+    ),
+    (lambda: quantize(torch.zeros(4), origin=(0, 8), full_width=64), ValueError, "multiple of 16"),
+    (lambda: quantize(torch.zeros(4), origin=(0, -16), full_width=64), ValueError, "multiple of 16"),
+    (lambda: quantize(torch.zeros(4), origin=(-16, 0)), ValueError, "block_rows"),
+    (lambda: quantize(torch.zeros(4), origin=(0, 16)), ValueError, "full_width"),
+    (lambda: quantize(torch.zeros(4), origin=(0, 16), full_width=19), ValueError, "full_width"),
+    (lambda: quantize(torch.zeros(4), QuantizeSpec(block_rows=16), origin=(8, 0)), ValueError, "block_rows"),
+    (lambda: quantize(torch.zeros(4)).dequantize(torch.int8), TypeError, "int8"),
+    (lambda: fake_quantize(torch.zeros(4), dtype=torch.float64), TypeError, "float64"),
+    (lambda: fake_quantize(quantize(torch.zeros(4))), TypeError, r"dequantize\(\)"),
+    (lambda: quantize(torch.zeros(4), "stochastic"), TypeError, "spec must be a QuantizeSpec"),
+    (lambda: fake_quantize(torch.zeros(4), "rne"), TypeError, "spec must be a QuantizeSpec"),
+    (lambda: quantize(torch.zeros(4), QuantizeSpec(round_mode="eden")), ValueError, r"fake_quantize\(x, spec\)"),
+    (lambda: quantize(torch.zeros(4), SPECS[1], rng_state=(1, 2)), TypeError, r"torch.tensor\(\[seed, offset\]\)"),
+    (lambda: quantize(torch.zeros(4), rng_state=torch.zeros(2, device="meta").long()), ValueError, "is on meta"),
+    (lambda: quantize_experts([1]), ValueError, r"experts must be a tensor \(E, N, K\).*got list"),
+    (lambda: quantize_experts(torch.ones(0, 16, 16)), ValueError, "at least one"),
+    (lambda: quantize_experts(torch.ones(1, 4, 32), activation_spec=SPECS[3]), ValueError, "same hadamard_sign"),
+)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -218,10 +216,7 @@ def test_gradient_of_fake_quantize_does_not_depend_on_the_default_dtype_or_on_au
             torch.set_default_dtype(torch.float32)
         grads.append(leaf.grad)
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
-
-
-def test_quantize_takes_no_gradient_and_says_nothing_of_one():
-    assert not quantize(torch.randn(4, 16, requires_grad=True)).requires_grad
+    assert not quantize(leaf).requires_grad  # quantize takes no gradient, and says nothing of one
 
 
 def test_hardware_rounding_is_eight_bits_where_there_is_none(device):
@@ -271,11 +266,7 @@ def test_copies_through_every_door(device, spec, transposed, parameter):
     t = quantize(torch.randn(130, 70, device=device), spec)._replace(activation_spec=activation)
     t = t.t() if transposed else t
     t = torch.nn.Parameter(t, requires_grad=False) if parameter else t
-    file, deep = io.BytesIO(), [copy.deepcopy(t), pickle.loads(pickle.dumps(t))]
-    torch.save({"t": t}, file)
-    for weights_only in (True, False):
-        file.seek(0)
-        deep.append(torch.load(file, weights_only=weights_only)["t"])
+    deep = [copy.deepcopy(t), pickle.loads(pickle.dumps(t)), *(saved({"t": t}, only)["t"] for only in (True, False))]
     for other in (t.clone(), copy.copy(t), t.detach(), t.contiguous(), *deep):
         assert_same(t, other)
     for other in deep:

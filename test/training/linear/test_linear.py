@@ -10,6 +10,7 @@ from helpers.fp4 import decoded
 from helpers.product_operands import ProductOperands
 from helpers.products import ROUNDING, SMALLEST
 from helpers.reference_operands import expected_products, multiplied, wide
+from helpers.refusals import refuses
 from hypothesis import given, settings
 from torchao.quantization import quantize_
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 STOCHASTIC = QuantizeSpec(round_mode="stochastic")
 EDEN = QuantizeSpec(round_mode="eden")
+ROWS = QuantizeSpec(row_scaled=True)
 _NVIDIA = RECIPES["nvidia"]
 MORE = (
     _NVIDIA.dense_forward(),
@@ -36,6 +38,7 @@ MORE = (
     Recipe(name="dy^T alone", x=QuantizeSpec(), dy_t=STOCHASTIC),
     Recipe(name="x^T alone", x_t=QuantizeSpec()),
     Recipe(name="EDEN with a dense weight", dy=EDEN),
+    _NVIDIA.replace(name="row scales", x=ROWS, dy=ROWS, dy_t=QuantizeSpec(), x_t=ROWS),
 )  # fmt: skip
 ALL = [*RECIPES.values(), *MORE]
 
@@ -86,7 +89,7 @@ def check_operands(found, products, recipe, n, rng_state):
             values, (rows, columns) = values.cpu(), right_values.shape
             common = values[:rows, :columns], right_values[: values.shape[0], : values.shape[1]]
             assert torch.equal(*common) and values.count_nonzero() == common[0].count_nonzero()
-            assert float(factor) == float(right_factor)
+            assert torch.equal(torch.as_tensor(factor).cpu().double(), torch.as_tensor(right_factor).double())
 
 
 def assert_product(got, left, right, bias=None):
@@ -115,7 +118,7 @@ def check_products(got, x, w, bias, dy, recipe, rng_state):
             values = eden.rotate(values.float(), rng_state, inverse=True)
             if recipe.w_for_dx == WeightForDx.DENSE:
                 values, factor = (values * factor.float()).to(w.dtype), 1.0
-            values = values.to(w.dtype if factor == 1.0 else torch.bfloat16).double()
+            values = values.to(w.dtype if isinstance(factor, float) else torch.bfloat16).double()
         of_w, w_factor = wide(right, k)
         assert_product(dx, (values[:, :n], factor), (of_w.t(), w_factor))
     assert_product(dw, *(wide(t) for t in products["wgrad"]))
@@ -296,30 +299,25 @@ def test_the_arguments_on_blackwell_decode_to_the_same_products(size, name, blac
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
-WEIGHT = torch.ones(8, 16)
+X, WEIGHT = torch.ones(2, 16), torch.ones(8, 16)
 
 
-@pytest.mark.parametrize(
-    "x, options, kind, message",
-    [
-        (torch.ones(2, 16, dtype=torch.int64), {}, TypeError, "not an input of torch.int64: cast it first"),
-        (torch.ones(2, 16, dtype=torch.float64), {}, TypeError, "not an input of torch.float64"),
-        (torch.ones(2, 17), {}, ValueError, r"input \(\.\.\., 16\), got \(2, 17\)"),
-        (torch.ones(()), {}, ValueError, r"got \(\)"),
-        (torch.ones(2, 16).bfloat16(), {}, TypeError, "cast one of them, or use torch.autocast"),
-        (torch.ones(2, 16), {"recipe": "nvda"}, ValueError, "unknown recipe 'nvda': use a Recipe or one of 'nvidia'"),
-        (torch.ones(2, 16), {"recipe": 3}, TypeError, "recipe is a Recipe or the name of one"),
-    ],
+def of_float64(recipe):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        training.linear(X, WEIGHT.double(), recipe=recipe)
+
+
+test_invalid_arguments_raise = refuses(
+    (lambda: training.linear(X.long(), WEIGHT), TypeError, "not an input of torch.int64: cast it first"),
+    (lambda: training.linear(X.double(), WEIGHT), TypeError, "not an input of torch.float64"),
+    (lambda: training.linear(torch.ones(2, 17), WEIGHT), r"input \(\.\.\., 16\), got \(2, 17\)"),
+    (lambda: training.linear(torch.ones(()), WEIGHT), r"got \(\)"),
+    (lambda: training.linear(X.bfloat16(), WEIGHT), TypeError, "cast one of them, or use torch.autocast"),
+    (lambda: training.linear(X, WEIGHT, recipe="nvda"), "unknown recipe 'nvda': use a Recipe or one of 'nvidia'"),
+    (lambda: training.linear(X, WEIGHT, recipe=3), TypeError, "recipe is a Recipe or the name of one"),
+    (lambda: of_float64("nvidia"), TypeError, r"not a weight of torch\.float64"),
+    (lambda: of_float64(Recipe(dy=STOCHASTIC)), TypeError, r"not a weight of torch\.float64"),
 )
-def test_invalid_arguments_raise(x, options, kind, message):
-    with pytest.raises(kind, match=message):
-        training.linear(x, WEIGHT, **options)
-
-
-@pytest.mark.parametrize("recipe", ["nvidia", Recipe(dy=STOCHASTIC)], ids=str)
-def test_a_weight_of_another_dtype_raises_under_autocast(recipe):
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=r"not a weight of torch\.float64"):
-        training.linear(torch.ones(2, 16), WEIGHT.double(), recipe=recipe)
 
 
 def test_autocast_of_the_function():
