@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.bits import equal_bits
+from helpers.products import products
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -218,28 +220,20 @@ def test_rows_are_quantized_alike_whatever_the_chunk(monkeypatch):
     whole = reference.quantize(x, reference.amax(x), state, spec)
     monkeypatch.setattr(reference, "_CHUNK_ELEMENTS", 16 * 48)
     pieces = reference.quantize(x, reference.amax(x), state, spec)
-    assert all(
-        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(whole[:2], pieces[:2], strict=True)
-    )
+    assert equal_bits(whole, pieces)
 
 
 def test_matmul_applies_every_scale_once():
     x, w, bias = torch.randn(5, 40), torch.randn(24, 40), torch.randn(24)
     qdata, scale, factor = reference.quantize(w, reference.amax(w), None, QuantizeSpec())
-    decoded = reference.dequantize(qdata, scale, factor, 40, torch.float32).double()
-    rows, ones = torch.rand(5) + 0.5, torch.rand(24) + 0.5
+    rows, ones, dy = torch.rand(5) + 0.5, torch.rand(24) + 0.5, torch.randn(5, 24)
     for x_scale, w_scale in ((None, factor), (rows[0], factor), (rows, factor), (rows, factor * ones)):
-        weight = decoded * (ones.double().unsqueeze(1) if w_scale.dim() else 1)
-        left = x.double() * (1 if x_scale is None else x_scale.double().reshape(-1, 1))
-        y = reference.matmul(x, x_scale, qdata, scale, w_scale, bias, 40, False, torch.float32)
-        torch.testing.assert_close(y.double(), left @ weight.t() + bias.double(), rtol=1e-5, atol=1e-5)
-        back = reference.matmul(y, x_scale, qdata, scale, w_scale, None, 40, True, torch.float32)
-        left = y.double() * (1 if x_scale is None else x_scale.double().reshape(-1, 1))
-        torch.testing.assert_close(back.double(), left @ weight, rtol=1e-5, atol=1e-4)
-    one = reference.matmul(x[0], None, qdata, scale, factor * ones, bias, 40, False, torch.float32)  # a vector
-    assert torch.equal(
-        one, reference.matmul(x[:1], None, qdata, scale, factor * ones, bias, 40, False, torch.float32)[0]
-    )
+        for left, added, transposed in ((x, bias, False), (dy, None, True)):
+            arguments = left, x_scale, qdata, scale, w_scale, added, 40, transposed
+            y = reference.matmul(*arguments, torch.float32)
+            torch.testing.assert_close(y.double(), products(*arguments)[0], rtol=1e-5, atol=1e-5)
+    one, first = (reference.matmul(t, None, *arguments[2:5], bias, 40, False, torch.float32) for t in (x[0], x[:1]))
+    assert torch.equal(one, first[0])  # a vector
 
 
 def test_invalid_arguments_of_decoding_raise():
@@ -261,8 +255,7 @@ def test_is_one_graph():
     """Nothing in it depends on a value, not even the error for a negative amax."""
     x, amax, spec = torch.randn(24, 48), torch.tensor(4.0), QuantizeSpec()
     traced = torch.compile(reference.quantize, fullgraph=True, dynamic=False, backend="eager")
-    for actual, expected in zip(traced(x, amax, None, spec), reference.quantize(x, amax, None, spec), strict=True):
-        assert torch.equal(actual.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+    assert equal_bits(traced(x, amax, None, spec), reference.quantize(x, amax, None, spec))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -274,7 +267,5 @@ def test_scale_bytes_from_0x7f_on_mean_nan(dtype):
     assert values[0x7F:].isnan().all() and not values[:0x7F].isnan().any()
     halves = layout.code_values(layout.unpack(codes[:0x7F])) * torch.tensor([s / 2 for s in E4M3]).unsqueeze(-1)
     assert torch.equal(values[:0x7F], halves.to(dtype))
-    y = reference.matmul(
-        torch.randn(3, 16), None, codes, scale, torch.tensor(0.5), None, 16, False, torch.float32
-    )  # fmt: skip
+    y = reference.matmul(torch.ones(3, 16), None, codes, scale, torch.tensor(0.5), None, 16, False, torch.float32)
     assert y[:, 0x7F:].isnan().all() and not y[:, :0x7F].isnan().any()

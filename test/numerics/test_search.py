@@ -75,6 +75,8 @@ def test_fma_is_exact():
     b = torch.tensor([near, near, near, 3.0, 0.5, 2.0**-75, 1.5 * 2.0**-75, 2.0, 1.0, 1.0, 0.75])
     c = torch.tensor([2.0**-60, -(2.0**-60), 0.0, 2.0**-100, 0.0, 0.0, tiny, 0.0, 2.0**103, -(2.0**102), tiny])
     check_fma(a, b, c)
+    u = torch.full((2,), 1448 * 2.0**-24)  # a hair less than two float64 steps below a tie, and above one
+    check_fma(1 - u, (1 + u) / 2, torch.tensor([2.0**23 + 1, -(2.0**23) - 3]))
     inf, nan = math.inf, math.nan
     a, b, c = torch.tensor([[inf, 1.0, inf, 0.0, nan], [2.0, 2.0, 1.0, inf, 1.0], [1.0, inf, -inf, 1.0, 1.0]])
     assert fma(a, b, c)[:2].tolist() == [inf, inf] and fma(a, b, c)[2:].isnan().all()
