@@ -1,5 +1,6 @@
 """What a training linear multiplies is what its weight and its input are now, by whatever way they were written."""
 
+import contextlib
 import ctypes
 import threading
 
@@ -121,28 +122,21 @@ SEEN = OF_MODULES | {name: lambda linear, new, w=write: w(linear.weight, new) fo
 WEIGHT_WRITES = SEEN | {name: lambda linear, new, w=write: w(linear.weight, new) for name, write in UNSEEN.items()}
 
 
-@pytest.mark.parametrize("write", WEIGHT_WRITES.values(), ids=WEIGHT_WRITES)
-def test_weights_as_they_are_now(write):
+@pytest.mark.parametrize("name", WEIGHT_WRITES)
+def test_weights_as_they_are_now(name):
+    """Also while codes are reused, if a tensor shows the write."""
     torch.manual_seed(0)
-    x = torch.randn(16, 32)
-    for mode in ("train", "eval", "no_grad"):
-        linear = linear_of().train(mode == "train")
-        for _ in range(3 if write is not parametrized else 1):
-            with torch.set_grad_enabled(mode != "no_grad"):
+    write, x = WEIGHT_WRITES[name], torch.randn(16, 32)
+    for mode in ("train", "eval", "no_grad", *["reuse"] * (name in SEEN)):
+        linear, times = linear_of().train(mode == "train"), 1 if name == "parametrization" else 3
+        if mode == "reuse" and name == "data = twice":
+            times = 30  # an allocator may give out an old address
+        reuses = training.reuse_weight_codes(linear) if mode == "reuse" else contextlib.nullcontext()
+        with torch.set_grad_enabled(mode != "no_grad"), reuses:
+            for _ in range(times):
                 linear(x)
                 write(linear, torch.randn(32, 32))
                 assert torch.equal(linear(x), linear_of(linear.weight)(x)), mode
-
-
-@pytest.mark.parametrize("write", SEEN.values(), ids=SEEN)
-def test_reuse_weight_codes_detects_some_writes(write):
-    torch.manual_seed(0)
-    linear, x = linear_of(), torch.randn(16, 32)
-    with training.reuse_weight_codes(linear):
-        for _ in range(30 if write is SEEN["data = twice"] else 1):  # an allocator may give out an old address
-            linear(x)
-            write(linear, torch.randn(32, 32))
-            assert torch.equal(linear(x), linear_of(linear.weight)(x))
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------

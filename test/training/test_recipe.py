@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from helpers.refusals import refuses
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -49,31 +50,24 @@ def test_recipes_are_values(name):
         recipe.x = None
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        (dict(w_for_dx=WeightForDx.CODES), "no spec for w, so dgrad has no codes to read"),
-        (dict(w_for_dx=WeightForDx.EXACT), "no spec for w"),
-        (dict(w=QuantizeSpec(), w_for_dx=WeightForDx.CODES), "needs 16x16 blocks: give w block_rows=16, or .*EXACT"),
-        (dict(x=TILES), "x of recipe 'custom' needs 1x16 blocks"),
-        (dict(dy_t=HADAMARD), "dy_t and x_t .* need the same transform.*got 0xd7e8 and None"),
-        (dict(dy_t=HADAMARD, x_t=QuantizeSpec(hadamard_sign=1)), "got 0xd7e8 and 0x0001"),
-        (dict(x=HADAMARD), "x and w .* need the same transform"),
-        (dict(dy_t=EDEN, x_t=QuantizeSpec()), "got EDEN and None"),
-        (dict(dy=EDEN, w=TILES, w_for_dx=WeightForDx.CODES), "dy and w_for_dx .* need the same transform"),
-        (dict(dy=HADAMARD), "dy and w_for_dx .* need the same transform"),
-        (dict(x=HADAMARD, w=HADAMARD, w_for_dx=WeightForDx.EXACT), "transformed along its rows.*w_for_dx=DENSE"),
-    ],
+CODES, EXACT = WeightForDx.CODES, WeightForDx.EXACT
+test_invalid_recipes_raise = refuses(
+    (lambda: Recipe(w_for_dx=CODES), "no spec for w, so dgrad has no codes to read"),
+    (lambda: Recipe(w_for_dx=EXACT), "no spec for w"),
+    (lambda: Recipe(w=QuantizeSpec(), w_for_dx=CODES), "needs 16x16 blocks: give w block_rows=16, or .*EXACT"),
+    (lambda: Recipe(x=TILES), "x of recipe 'custom' needs 1x16 blocks"),
+    (lambda: Recipe(dy_t=HADAMARD), "dy_t and x_t .* need the same transform.*got 0xd7e8 and None"),
+    (lambda: Recipe(dy_t=HADAMARD, x_t=QuantizeSpec(hadamard_sign=1)), "got 0xd7e8 and 0x0001"),
+    (lambda: Recipe(x=HADAMARD), "x and w .* need the same transform"),
+    (lambda: Recipe(dy_t=EDEN, x_t=QuantizeSpec()), "got EDEN and None"),
+    (lambda: Recipe(dy=EDEN, w=TILES, w_for_dx=CODES), "dy and w_for_dx .* need the same transform"),
+    (lambda: Recipe(dy=HADAMARD), "dy and w_for_dx .* need the same transform"),
+    (lambda: Recipe(x=HADAMARD, w=HADAMARD, w_for_dx=EXACT), "transformed along its rows.*w_for_dx=DENSE"),
+    (lambda: Recipe(x="nearest"), TypeError, "x of recipe 'custom' is a "),
+    (lambda: Recipe(w=True), TypeError, "w of recipe 'custom' is a "),
+    (lambda: Recipe(w_for_dx=None), TypeError, "w_for_dx of recipe 'custom' is a "),
+    (lambda: Recipe(w_for_dx="codes"), TypeError, "w_for_dx of recipe 'custom' is a "),
 )
-def test_invalid_recipes_raise(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Recipe(**fields)
-
-
-@pytest.mark.parametrize("fields", [dict(x="nearest"), dict(w=True), dict(w_for_dx=None), dict(w_for_dx="codes")])
-def test_fields_of_the_wrong_type_raise(fields):
-    with pytest.raises(TypeError, match=f"{next(iter(fields))} of recipe 'custom' is a "):
-        Recipe(**fields)
 
 
 # --- which layers ----------------------------------------------------------------------------------------------------
@@ -144,13 +138,14 @@ def test_names_that_the_model_does_not_have_are_warned_of(which, missing, combin
     assert all(re.search(rf"keep_dense\({missing}\) keeps nothing dense: no module of the Model", m) for m in messages)
 
 
-def test_filters_are_checked():
-    with pytest.raises(ValueError, match=r"Linear has no ModuleList of blocks.*keep_dense"):
-        training.keep_last_blocks_dense(nn.Linear(2, 2), 0.1)
-    with pytest.raises(ValueError, match="from 0 to 1, got 15"):
-        training.keep_last_blocks_dense(Model(2), 15)
-    with pytest.raises(TypeError, match="names and functions"):
-        training.keep_dense(3)
+test_filters_and_configs_are_checked = refuses(
+    (lambda: training.keep_last_blocks_dense(nn.Linear(2, 2), 0.1), r"Linear has no ModuleList of blocks.*keep_dense"),
+    (lambda: training.keep_last_blocks_dense(Model(2), 15), "from 0 to 1, got 15"),
+    (lambda: training.keep_dense(3), TypeError, "names and functions"),
+    (lambda: NVFP4TrainingConfig("fast"), "unknown recipe 'fast'"),
+    (lambda: NVFP4TrainingConfig(QuantizeSpec()), TypeError, "recipe is a Recipe or the name of one"),
+    (lambda: NVFP4TrainingConfig(hadamard_sign="each"), "hadamard_sign is 'shared' or 'per layer'"),
+)
 
 
 # --- a live model ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from helpers.least_squares import problem
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
@@ -57,13 +58,6 @@ SCHEDULERS = {
     ),
     "StepLR": lambda o: schedulers.StepLR(o, 40, 0.3),
 }
-
-
-def problem(seed):
-    """x, y and the weight that gives y, (40, 48)."""
-    generator = torch.Generator().manual_seed(seed)
-    x, w = torch.randn(128, 48, generator=generator), torch.randn(48, 40, generator=generator) / 7
-    return x, x @ w, w.t().contiguous()
 
 
 def muon_noise(w, lag):

@@ -85,7 +85,7 @@ def decode_operand(
 def _row_amaxes(x: Tensor, spec: QuantizeSpec, sharding: MatrixSharding, tile_rows: list[int]) -> Sequence[Tensor]:
     """Return the amaxes of the rows of each tile, over the ranks that share these rows."""
     amax = all_reduce_amax(reference.row_amax(x, spec.hadamard_sign), (sharding.columns,))
-    return amax.split(tile_rows) if sharding.split_dim == 0 and len(tile_rows) > 1 else [amax] * len(tile_rows)
+    return amax.split(tile_rows) if sharding.split_dim == 0 else [amax] * len(tile_rows)
 
 
 # --- an operand and its transpose ------------------------------------------------------------------------------------

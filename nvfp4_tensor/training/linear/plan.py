@@ -98,7 +98,7 @@ class LinearPlan:
         self.needs_dx, self.needs_dw = needs
         self.spec, self.spec_t = recipe.x, recipe.x_t if self.needs_dw else None
         self.draws = recipe.is_stochastic_forward or recipe.is_stochastic_backward
-        self.x_draws = recipe.is_stochastic_forward and any_stochastic(self.spec, self.spec_t)
+        self.x_draws = any_stochastic(self.spec, self.spec_t)
         self.no_state = torch.empty((0,), dtype=torch.int64, device=x.device)
         self.keeps_codes = recipe.dgrad_reads_codes and (recipe.keep_w or isinstance(weight, NVFP4Tensor))
         self._set_shards(x)

@@ -1,6 +1,7 @@
 """A layer that a step calls several times after seed_rounding: each call draws other bits, and repeats them."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import distributed
+from nvfp4_tensor import distributed, training
 from nvfp4_tensor.numerics.random_state import rng_state_of, rng_state_of_call, rng_state_row
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, WeightForDx
 from nvfp4_tensor.training.linear.grouped import _expert_rng_state
@@ -34,6 +35,9 @@ def test_each_call_of_a_step_draws_and_a_step_repeats():
     model = seeded()
     calls = [dx_of(model) for _ in range(3)]
     assert not any(torch.equal(calls[i], calls[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    states = [rng_state_of_call(model[0].rounding_state, call) for call in range(3)]
+    alone = [functools.partial(training.linear, weight=model[0].weight, rng_state=state) for state in states]
+    assert all(map(torch.equal, calls, map(dx_of, alone)))
     with torch.no_grad():
         model.eval()(X)  # trains nothing, so counts for nothing
     model.train()

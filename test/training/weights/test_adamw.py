@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import io
 import pickle
 import weakref
 
@@ -11,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 from helpers.bits import stored_bits
+from helpers.files import saved
+from helpers.least_squares import backward, train
+from helpers.refusals import refuses
 from torch import nn
 
 from nvfp4_tensor import QuantizeSpec
@@ -22,12 +24,6 @@ from nvfp4_tensor.training.weights.step_tensors import least_exponent, numbers_o
 pytestmark = pytest.mark.slow
 
 
-def problem(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(128, 48, generator=generator)
-    return x.to(dtype), x @ torch.randn(48, 40, generator=generator) / 7
-
-
 def make(kind):
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 40))
@@ -36,22 +32,6 @@ def make(kind):
         net[2].weight = net[0].weight
         return net
     return to_nvfp4_parameters(net) if kind == "codes" else net.to(kind)
-
-
-def backward(net):
-    x, y = problem(next(net.parameters()).dtype)
-    loss = nn.functional.mse_loss(net(x).float(), y)
-    loss.backward()
-    return loss.item()
-
-
-def train(net, optimizer, steps):
-    losses = []
-    for _ in range(steps):
-        losses.append(backward(net))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def bits(net):
@@ -75,14 +55,10 @@ def test_coded_moments_train_as_float32_ones_do(kind):
     assert sum(weight[name].nbytes for name in adamw.CODES) == 1.125 * 64 * 48 and bias.keys() == {"step", *adamw.DENSE}
 
 
-def saved(value, weights_only=False):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
-
-
-COPIES = {"pickle": lambda pair: pickle.loads(pickle.dumps(pair)), "deepcopy": copy.deepcopy, "torch.save": saved}
+COPIES = {
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)), "deepcopy": copy.deepcopy,
+    "torch.save": lambda pair: saved(pair, weights_only=False),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["after", "inside"])
@@ -103,7 +79,7 @@ def test_what_is_copied_or_resumed_has_the_bits_of_an_uninterrupted_run(kind, in
             runs = {name: copied((net, optimizer)) for name, copied in COPIES.items()}
         for _, copied in runs.values():
             started(copied)
-        state = saved({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, weights_only=True)
+        state = saved({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
         again.load_state_dict(state["model"])
         resumed.load_state_dict(state["optimizer"])
         train(net, optimizer, 3)
@@ -243,18 +219,15 @@ def test_states_of_other_optimizers_are_refused():
 TILES = QuantizeSpec(block_rows=16)
 
 
-@pytest.mark.parametrize(
-    "parameters, message",
-    [
-        (lambda: [nn.Parameter(torch.zeros(32, 32, dtype=torch.float16))], "need bfloat16, float32 or NVFP4 weights"),
-        (lambda: [nn.Parameter(torch.zeros(32, 32).t()[:16])], "is not contiguous"),
-        (lambda: [{"params": make(torch.float32).parameters(), "maximize": True}], "do not support maximize=True"),
-        (lambda: to_nvfp4_parameters(nn.Linear(32, 32), TILES).parameters(), "quantize it with block_rows=1"),
-    ],
+test_parameters_that_do_not_fit = refuses(
+    (lambda: NVFP4AdamW([nn.Parameter(torch.zeros(32, 32).half())]), "need bfloat16, float32 or NVFP4 weights"),
+    (lambda: NVFP4AdamW([nn.Parameter(torch.zeros(32, 32).t()[:16])]), "is not contiguous"),
+    (
+        lambda: NVFP4AdamW([{"params": [nn.Parameter(torch.zeros(2))], "maximize": True}]),
+        "do not support maximize=True",
+    ),
+    (lambda: NVFP4AdamW(to_nvfp4_parameters(make("tied"), TILES).parameters()), "quantize it with block_rows=1"),
 )
-def test_parameters_that_do_not_fit(parameters, message):
-    with pytest.raises(ValueError, match=message):
-        NVFP4AdamW(parameters())
 
 
 def test_a_step_with_a_sparse_gradient_changes_nothing():

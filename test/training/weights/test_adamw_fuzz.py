@@ -1,11 +1,11 @@
 """Random steps of coded moments against float64: a stored number is one of the two neighbours of the exact one."""
 
 import copy
-import io
 import random
 
 import pytest
 import torch
+from helpers.files import saved
 from torch import nn
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
@@ -129,11 +129,8 @@ def trial(seed):
             make_headroom(p)  # as the first step would
     for _ in range(rng.randint(1, 6)):
         if rng.random() < 0.3:
-            file = io.BytesIO()
-            torch.save(optimizer.state_dict(), file)
-            file.seek(0)
-            optimizer = new()
-            optimizer.load_state_dict(torch.load(file, weights_only=True))
+            state, optimizer = saved(optimizer.state_dict()), new()
+            optimizer.load_state_dict(state)
         before = [copy.deepcopy(decoded(p, optimizer.state.get(p, {}))) for p in parameters]
         for p in parameters:
             p.grad = gradient(rng, generator, p)

@@ -1,12 +1,12 @@
 """Headroom of the block scales of NVFP4 weights that NVFP4AdamW steps: after writes, and in copies."""
 
 import copy
-import io
 import random
 
 import pytest
 import torch
 from helpers.bits import stored_bits
+from helpers.files import saved
 from torch import nn
 
 from nvfp4_tensor import NVFP4Tensor
@@ -82,14 +82,10 @@ def test_a_weight_that_was_replaced_may_grow_as_well(change, copied):
 
 def through_a_file(net, optimizer, order):
     """A new model and optimizer with what the others would save, loaded in this order."""
-    file = io.BytesIO()
-    torch.save((net.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    net = small()
+    states, net = saved((net.state_dict(), optimizer.state_dict())), small()
     optimizer = NVFP4AdamW(net.parameters(), lr=1.0)
     for which in order:
-        (net, optimizer)[which].load_state_dict(saved[which])
+        (net, optimizer)[which].load_state_dict(states[which])
     return net, optimizer
 
 

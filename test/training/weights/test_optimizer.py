@@ -1,11 +1,13 @@
 """NVFP4Optimizer: training, state and errors."""
 
 import copy
-import io
 
 import pytest
 import torch
 from helpers.bits import stored_bits
+from helpers.files import saved
+from helpers.least_squares import backward, train
+from helpers.refusals import refuses
 from torch import nn
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, training
@@ -18,30 +20,9 @@ pytestmark = pytest.mark.slow
 STEPS = 120
 
 
-def problem():
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(128, 48, generator=generator)
-    return x, x @ torch.randn(48, 40, generator=generator) / 7
-
-
 def model(dtype=torch.float32, spec=None):
     torch.manual_seed(1)
     return to_nvfp4_parameters(nn.Linear(48, 40).to(dtype), spec)
-
-
-def train(net, optimizer, steps, scheduler=None):
-    x, y = problem()
-    dtype = net.bias.dtype
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(net(x.to(dtype)).float(), y)
-        loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        losses.append(loss.item())
-    return losses
 
 
 def final(losses):
@@ -79,9 +60,8 @@ def test_a_step_is_the_inner_step_written_back():
     with torch.no_grad():
         dense.weight.copy_(net.weight.dequantize())
         dense.bias.copy_(net.bias)
-    x, y = problem()
     optimizer, expected = adamw(net, seed=7), torch.optim.AdamW(dense.parameters(), lr=1e-3, weight_decay=0.0)
-    nn.functional.mse_loss(net(x), y).backward()
+    backward(net)
     for ours, theirs in zip(net.parameters(), dense.parameters(), strict=True):
         theirs.grad = ours.grad.clone()
     parts = net.weight.qdata, net.weight.scale, net.weight.per_tensor_scale
@@ -105,8 +85,7 @@ def test_error_feedback_follows_its_formula(inner):
     options["weight_decay"] = 0.0
     optimizer = NVFP4Optimizer(net.parameters(), inner, error_feedback="momentum", **options)
     before = net.weight.dequantize()
-    x, y = problem()
-    nn.functional.mse_loss(net(x), y).backward()
+    backward(net)
     g = net.weight.grad.clone()
     optimizer.step()
     if inner is torch.optim.SGD:
@@ -147,11 +126,9 @@ def test_every_optimizer_resumes_bit_for_bit(inner, dtype):
             optimizer.step()
             scheduler.step()
 
-    whole, second, file = start(), start(), io.BytesIO()
+    whole, second = start(), start()
     run(*whole, 5)
-    torch.save([part.state_dict() for part in whole], file)
-    file.seek(0)
-    for part, state in zip(second, torch.load(file, weights_only=True), strict=True):
+    for part, state in zip(second, saved([part.state_dict() for part in whole]), strict=True):
         part.load_state_dict(state)
     for one in (whole, second):
         run(*one, 6)
@@ -173,15 +150,12 @@ def test_groups_closures_and_parameters_without_gradient():
     optimizer = NVFP4Optimizer(groups, torch.optim.AdamW, lr=0.05, weight_decay=0.0)
     optimizer.add_param_group({"params": [net[0].bias, net[1].bias], "lr": 0.01})
     before = copy.deepcopy(net.state_dict())
-    x, y = problem()
 
     def closure():
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(net(x), y)
-        loss.backward()
-        return loss
+        return backward(net)
 
-    assert optimizer.step(closure).item() > optimizer.step(closure).item()
+    assert optimizer.step(closure) > optimizer.step(closure)
     assert torch.equal(before["0.weight"].dequantize(), net[0].weight.dequantize())  # lr 0: nothing moves
     assert not torch.equal(before["1.weight"].qdata, net[1].weight.qdata)
     assert [group["writes"] for group in optimizer.param_groups] == [2, 2, 2]
@@ -200,27 +174,22 @@ def of(inner, named=False, **options):
     return lambda: NVFP4Optimizer(net.named_parameters() if named else net.parameters(), inner, **options)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (of("adamw"), "class of optimizer"),
-        (of(torch.optim.LBFGS), "LBFGS does not update"),
-        (of(torch.optim.SparseAdam), "needs sparse gradients"),
-        (of(torch.optim.Muon, named=True), "bias has 1 dimensions"),
-        (of(torch.optim.AdamW, round_mode="away"), "'stochastic' or 'rne'"),
-        (of(torch.optim.AdamW, error_feedback="gradient"), "False or 'momentum'"),
-        (of(torch.optim.AdamW, error_feedback="momentum", amsgrad=True), "without amsgrad"),
-        (of(torch.optim.AdamW, seed=0.5), "seed is an integer"),
-        (of(torch.optim.AdamW, states="nvfp4"), r"no option states: NVFP4AdamW\(model.parameters\(\), lr=...\)"),
-        (of(torch.optim.AdamW, lr=-1.0), "Invalid learning rate"),
-        (lambda: NVFP4Optimizer([("layer.weight", rotated())]), "layer.weight holds Hadamard"),
-        (of(torch.optim.SGD, lr=0.1, error_feedback="momentum"), "momentum above 0"),
-        (of(torch.optim.Adagrad, error_feedback="momentum"), "not Adagrad"),
-    ],
+test_errors = refuses(
+    (of("adamw"), "class of optimizer"),
+    (of(torch.optim.LBFGS), "LBFGS does not update"),
+    (of(torch.optim.SparseAdam), "needs sparse gradients"),
+    (of(torch.optim.Muon, named=True), "bias has 1 dimensions"),
+    (of(torch.optim.AdamW, round_mode="away"), "'stochastic' or 'rne'"),
+    (of(torch.optim.AdamW, error_feedback="gradient"), "False or 'momentum'"),
+    (of(torch.optim.AdamW, error_feedback="momentum", amsgrad=True), "without amsgrad"),
+    (of(torch.optim.AdamW, seed=0.5), "seed is an integer"),
+    (of(torch.optim.AdamW, states="nvfp4"), r"no option states: NVFP4AdamW\(model.parameters\(\), lr=...\)"),
+    (of(torch.optim.AdamW, lr=-1.0), "Invalid learning rate"),
+    (lambda: NVFP4Optimizer([("layer.weight", rotated())]), "layer.weight holds Hadamard"),
+    (of(torch.optim.SGD, lr=0.1, error_feedback="momentum"), "momentum above 0"),
+    (of(torch.optim.Adagrad, error_feedback="momentum"), "not Adagrad"),
+    error=(TypeError, ValueError),
 )
-def test_errors(make, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        make()
 
 
 def test_a_step_with_a_sparse_gradient_writes_nothing():
@@ -276,18 +245,9 @@ def test_capturing_a_step_raises(optimizer):
 def test_a_compiled_step_steps(optimizer):
     """A graph ends where the optimizer steps: Dynamo would lose what it makes of the state."""
     nets = model(), model()
-    for net, compiled in zip(nets, (False, True), strict=True):
+    for net, call in zip(nets, (train, torch.compile(train, backend="eager")), strict=True):
         steps = optimizer(net.parameters(), lr=1e-2)
-
-        def once(net=net, steps=steps):
-            x, y = problem()
-            nn.functional.mse_loss(net(x), y).backward()
-            steps.step()
-            steps.zero_grad()
-
-        call = torch.compile(once, backend="eager") if compiled else once
-        for _ in range(3):
-            call()
+        call(net, steps, 3)
         assert int(steps.state[net.weight]["step"]) == 3
     assert torch.equal(nets[0].weight.qdata, nets[1].weight.qdata)
 
