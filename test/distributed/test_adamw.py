@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, on_ranks
+from helpers.run_ranks import here, mesh_of_all, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +26,7 @@ def make(sharded, codes=False):
         with torch.no_grad():
             model[0].weight[-1] *= 20  # so that only the last rank has the largest scale
         to_nvfp4_parameters(model)
-    return fully_shard(model, mesh=init_device_mesh(here().type, (dist.get_world_size(),))) if sharded else model
+    return fully_shard(model, mesh=mesh_of_all()) if sharded else model
 
 
 def whole(t):

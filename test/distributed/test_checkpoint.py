@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.bits import stored_bits
-from helpers.run_ranks import on_ranks, run_ranks
+from helpers.run_ranks import mesh_of_all, on_ranks, run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torchao.quantization import quantize_
@@ -127,7 +126,7 @@ def test_one_process_reads_it_as_modelopt_names_it(tmp_path):
 
 def reshards(folder, save):
     """Columns, and rows with a scale each."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of_all()
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(7)).bfloat16()
     whole = {"columns": quantize(x), "rows": quantize(x, QuantizeSpec(row_scaled=True))}
     state = {
@@ -150,7 +149,7 @@ def test_columns_and_scaled_rows_on_other_numbers_of_ranks(tmp_path):
 
 @on_ranks(2)
 def test_columns_inside_blocks_raise():
-    w = distribute_tensor(quantize(torch.randn(8, 48)), init_device_mesh("cpu", (2,)), [Shard(0)])
+    w = distribute_tensor(quantize(torch.randn(8, 48)), mesh_of_all(), [Shard(0)])
     w = DTensor.from_local(w._local_tensor, w.device_mesh, [Shard(1)], run_check=False, shape=w.shape, stride=(48, 1))
     with pytest.raises(ValueError, match="w has 48 columns, which 2 ranks cannot share in complete blocks of 16"):
         distributed.to_plain({"w": w})

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import on_ranks, run_ranks
+from helpers.bits import relative_error as error
+from helpers.run_ranks import mesh_of_all, on_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -77,16 +78,11 @@ def close(mine, theirs, others=None):
         assert error(a, b) < max(0.01 if in_bfloat16 else 1e-5, drawn), i
 
 
-def error(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
 # --- sequence parallelism --------------------------------------------------------------------------------------------
 
 
 def checkpointed(dtype):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
+    rank, world, mesh = dist.get_rank(), dist.get_world_size(), mesh_of_all()
     x = batch().to(dtype)
     expected, others = (step(trained(seed, dtype), x.clone()) for seed in (3, 4))
     calls = {
@@ -140,8 +136,7 @@ def test_sequences_and_batches(kind):
 @pytest.mark.parametrize(("kind", "sequence"), [("trained", True), ("trained", False), ("frozen", True)])
 def test_autocast(kind, sequence):
     """float32 parameters, and a bias that is added to the ranks' sum."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
+    rank, world, mesh = dist.get_rank(), dist.get_world_size(), mesh_of_all()
     alone, model, other = ((trained(seed) if kind == "trained" else frozen()).float() for seed in (3, 3, 4))
     plan = {"0": distributed.NVFP4ColwiseParallel(), "2": distributed.NVFP4RowwiseParallel()}
     parallelize_module(model, mesh, sequence_plan() if sequence else plan)
@@ -171,7 +166,7 @@ def _of_edge(case):
 
 def model_of(case):
     model = _of_edge(case)
-    parallelize_module(model, init_device_mesh("cpu", (2,)), sequence_plan())
+    parallelize_module(model, mesh_of_all(), sequence_plan())
     return model, batch().chunk(2, 1)[dist.get_rank()].contiguous()
 
 
@@ -188,7 +183,7 @@ def test_an_empty_sequence():
 def test_unequal_shards_raise_before_they_are_sent(case):
     (model, x), message = model_of(case), "have unequal numbers of tokens"
     if case == "dtensor":
-        message, mesh = "has 95 tokens .* 2 ranks", init_device_mesh("cpu", (2,))
+        message, mesh = "has 95 tokens .* 2 ranks", mesh_of_all()
         x = DTensor.from_local(x, mesh, [Shard(1)], shape=torch.Size((4, 95, WIDTH)), stride=(95 * WIDTH, WIDTH, 1))
     elif dist.get_rank() == 1:  # as "cut", not in whole blocks, so that this rank would gather values, others codes
         x = x[:, : 19 if case == "cut" else 16]

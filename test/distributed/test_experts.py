@@ -3,10 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, on_ranks
+from helpers.run_ranks import here, mesh_of_all, on_ranks
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize_experts
@@ -58,8 +57,7 @@ ACTIVATIONS = {"W4A16": None, "W4A4, row-scaled": QuantizeSpec(row_scaled=True),
 @on_ranks(2, 3, cuda=True)
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_each_rank_has_some_experts(activation):
-    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, mesh = dist.get_rank(), dist.get_world_size(), mesh_of_all()
     torch.manual_seed(1)
     weights = torch.randn(E, N, K).bfloat16() * torch.arange(1, E + 1).view(E, 1, 1)
     whole = quantize_experts(weights.to(here()), activation_spec=activation)
@@ -88,7 +86,7 @@ def test_experts_that_do_not_need_share_amax_raise(activation, calibrated, messa
     if calibrated:
         experts = experts._replace(activation_amax=torch.tensor(3.0))
     with pytest.raises(ValueError, match=message):
-        share_amax(experts, torch.randn(4, K), ends(torch.tensor([2, 2])), init_device_mesh("cpu", (1,)))
+        share_amax(experts, torch.randn(4, K), ends(torch.tensor([2, 2])), mesh_of_all())
 
 
 @on_ranks(2)
@@ -97,7 +95,7 @@ def test_the_amax_covers_the_rows_of_all_ranks():
     experts = quantize_experts(torch.randn(2, N, K), activation_spec=QuantizeSpec())
     rows = torch.full((6, K), 1.0 + dist.get_rank())
     rows[4:] = 100.0
-    shared = share_amax(experts, rows, ends(torch.tensor([2, 2])), init_device_mesh("cpu", (2,)))
+    shared = share_amax(experts, rows, ends(torch.tensor([2, 2])), mesh_of_all())
     assert shared.activation_amax.item() == 2.0
 
 
@@ -105,8 +103,7 @@ def test_the_amax_covers_the_rows_of_all_ranks():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_that_train(recipe):
     """y, dx and dw in all bits, random ones included."""
-    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, mesh = dist.get_rank(), dist.get_world_size(), mesh_of_all()
     state = torch.tensor([7, 3], device=here())
     torch.manual_seed(1)
     weights = torch.randn(E, N, K).bfloat16().to(here())
@@ -134,8 +131,7 @@ def test_experts_that_train(recipe):
 @on_ranks(2, cuda=True)
 def test_every_expert_is_sharded_over_the_ranks():
     """Tensor parallelism: outputs of the first matrix, inputs of the second."""
-    mesh = init_device_mesh(here().type, (dist.get_world_size(),))
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, mesh = dist.get_rank(), dist.get_world_size(), mesh_of_all()
     torch.manual_seed(1)
     up, down = (quantize_experts(torch.randn(E, *shape).to(here())) for shape in ((128, K), (K, 128)))
     x, chosen = tokens(60)

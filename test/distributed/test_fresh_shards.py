@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers.run_ranks import on_ranks
+from helpers.run_ranks import mesh_of_all, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchao.quantization import quantize_
@@ -51,7 +50,7 @@ def test_what_is_multiplied_is_what_the_shards_are_now(codes):
     quantize_(model, NVFP4TrainingConfig())
     if codes:
         distributed.enable_nvfp4_all_gather(model)
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=mesh_of_all())
     for name in WRITES.keys() - ({"raw"} if codes else set()):
         for grad in (False, True):
             with torch.set_grad_enabled(grad):

@@ -210,7 +210,6 @@ def shards_that_do_not_fit_raise(case, message):
     ("case", "world", "message"),
     [
         ("rows", 2, r"Linear\(.*out_features=49.*has 49 rows, which 2 ranks .* pad them to 50"),
-        ("three ranks", 3, r"Linear\(.*out_features=64.*has 64 rows, which 3 ranks .* pad them to 66"),
         ("trained, three ranks", 3, r"NVFP4TrainingLinear\(.*has 64 rows, which 3 ranks .* pad them to 96"),
         ("columns", 2, r"\(64, 64\) of .*Shard\(0\)"),
         ("groups", 4, r"Linear\(.* resharded to groups of 2 of 4 ranks .*reshard_after_forward=True or False"),

@@ -127,6 +127,7 @@ def test_unsupported_reductions_raise():
     with pytest.raises(ValueError, match="neither sharded by fully_shard nor a DistributedDataParallel"):
         reduce_gradients_in_nvfp4(model)
     reduction = reduce_gradients_in_nvfp4(fully_shard(copy.deepcopy(model)))
+    assert reduction.seed == NVFP4Reduction().seed == 0
     flat = torch.ones(64)
     with pytest.raises(ValueError, match="set_force_sum_reduction_for_comms"):
         reduction(flat[:32], flat, dist.group.WORLD, dist.ReduceOp.MAX)

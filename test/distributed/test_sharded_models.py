@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from helpers.run_ranks import on_ranks
+from helpers.run_ranks import mesh_of_all, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -37,7 +36,7 @@ def mixture():
 
 
 def shard(model, how):
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of_all()
     experts = model.model.layers[0].mlp.experts
     if how.startswith("FSDP2"):
         fully_shard(model, mesh=mesh, reshard_after_forward=how == "FSDP2")

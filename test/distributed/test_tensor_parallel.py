@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import here, on_ranks
+from helpers.bits import relative_error as error
+from helpers.run_ranks import here, mesh_of_all, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,15 +38,6 @@ CONFIGS = {
 }
 TOLERANCES = {"weight only": 0.01, "w4a4": 0.1}
 """bfloat16 sums apart; and activations that each rank quantizes by the amax of its own columns."""
-
-
-def mesh_of_all():
-    return init_device_mesh(here().type, (dist.get_world_size(),))
-
-
-def error(a, b):
-    """Return the relative error over the full tensor."""
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 def same(a, b):

@@ -56,6 +56,11 @@ def equal_bits(actual, expected):
     return all(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in pairs)
 
 
+def relative_error(a, b):
+    """Return the norm of a - b, relative to that of b."""
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
 def stored_bits(*tensors):
     """Return the bytes of tensors, uint8 (n,): of NVFP4 ones, those of codes and scales."""
     parts = []

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 COLLECTIVE_SECONDS = 20
 
@@ -53,6 +54,11 @@ def on_ranks(*worlds: int, cuda: bool = False) -> Callable:
 def here() -> torch.device:
     """Return this rank's device."""
     return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def mesh_of_all() -> DeviceMesh:
+    """Return a mesh of all ranks."""
+    return init_device_mesh(here().type, (dist.get_world_size(),))
 
 
 def of_all_ranks(value: Any) -> list:

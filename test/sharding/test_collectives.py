@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.run_ranks import of_all_ranks, on_ranks
+from helpers.run_ranks import mesh_of_all, of_all_ranks, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from nvfp4_tensor import QuantizeSpec, quantize, quantize_experts
 from nvfp4_tensor.numerics.codes import Codes
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 
 def axis():
-    group = init_device_mesh("cpu", (dist.get_world_size(),)).get_group()
+    group = mesh_of_all().get_group()
     return ShardedDim(dist.get_rank(), dist.get_world_size(), (group.group_name,))
 
 
@@ -105,7 +104,7 @@ def test_amaxes_are_those_of_all_ranks_that_have_as_many_rows():
 @on_ranks(1, 2)
 def test_fsdps_messages_join_to_the_full_weight():
     """Scales in tiles and in rows; one scale, one of each row, and one of each expert; then once more, in place."""
-    rank, world, mesh = dist.get_rank(), dist.get_world_size(), init_device_mesh("cpu", (dist.get_world_size(),))
+    rank, world, mesh = dist.get_rank(), dist.get_world_size(), mesh_of_all()
     for make in (
         lambda x: quantize(x[:256]),
         lambda x: quantize(x[:96]),
