@@ -49,14 +49,16 @@ def quantized(dense):
 
 @pytest.fixture
 def run(capsys):
-    """Runs a command that must succeed; what it printed, parsed with --json."""
+    """Runs a command that ends with that status; what it printed, parsed with --json, or why it failed."""
     import nvfp4_cli
 
-    def call(*arguments):
+    def call(*arguments, status=0):
         given = [str(argument) for argument in arguments]
-        status = nvfp4_cli.main(given)
+        found = nvfp4_cli.main(given)
         captured = capsys.readouterr()
-        assert status == 0, captured.err
+        assert found == status, captured.err
+        if status:
+            return captured.err
         return json.loads(captured.out) if "--json" in given else captured.out
 
     return call

@@ -53,11 +53,10 @@ def test_help_and_wrong_arguments_import_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_command_has_help_with_an_example_and_json(capsys):
+def test_every_command_has_help_with_an_example_and_json(run):
     assert " ".join(COMMANDS) == "chat compare completion convert demo generate info inspect quantize selftest"
     for command in ["", "quantize", "convert", "inspect", "compare", "generate", "chat"]:
-        assert nvfp4_cli.main([*command.split(), "--help"]) == 0
-        assert f"nvfp4 {command}" in capsys.readouterr().out.partition("Options:")[0].split("\n", 1)[1]
+        assert f"nvfp4 {command}" in run(*command.split(), "--help").partition("Options:")[0].split("\n", 1)[1]
     for name in COMMANDS:
         assert name == "completion" or any("--json" in parameter.opts for parameter in nvfp4.commands[name].params)
 
@@ -82,12 +81,10 @@ def test_a_traceback_on_request(monkeypatch, tmp_path):
 
 
 @pytest.mark.smoke
-def test_info_names_versions_and_what_serves_each_device(capsys):
-    assert nvfp4_cli.main(["info"]) == 0
-    out = capsys.readouterr().out
+def test_info_names_versions_and_what_serves_each_device(run):
+    out = run("info")
     assert "torch" in out and "CPU ops" in out and "CUDA ops" in out
-    assert nvfp4_cli.main(["info", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["versions"]["torch"] in out
+    assert run("info", "--json")["versions"]["torch"] in out
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -101,10 +98,9 @@ def test_selftest_gives_its_exit_status(monkeypatch, capsys, status):
     assert found["agree"] == (not status) and found["checks"][0]["differing"] == 3 * status
 
 
-def test_demo_names_the_packages_it_misses(monkeypatch, capsys):
+def test_demo_names_the_packages_it_misses(monkeypatch, run):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert nvfp4_cli.main(["demo"]) == 1
-    error = capsys.readouterr().err
+    error = run("demo", status=1)
     assert "transformers" in error and "nvfp4-tensor[demo]" in error
 
 
@@ -128,14 +124,12 @@ def test_demo_names_the_packages_it_misses(monkeypatch, capsys):
         (["generate", ".", "hi", "--temperature", "nan"], "is not a finite number"),
         (["inspect", ".", "--html", "no/report.html"], "cannot be written"),
         (["compare", ".", ".", "--html", "."], "cannot be written"),
-        (
-            ["quantize", ".", "dst", "--calibrate", "text", "--dense", "Q8_0"],
-            "--dense is for --to gguf, not for modelopt",
-        ),
+        (["quantize", ".", "dst", "--calibrate", "text", "--dense", "Q8_0"], "is for --to gguf, not for modelopt"),
         (["convert", ".", "dst", "--global-scale"], "--global-scale is for --to mlx"),
         (["convert", ".", "a.gguf", "--to", "gguf", "--no-quantize-activations"], "--quantize-activations is for --to"),
         (["convert", ".", "a.gguf", "--to", "gguf", "--shard-size", "1"], "--shard-size is for --to modelopt or"),
         (["quantize", ".", "dst", "--seed", str(2**63)], "is not in the range"),
+        (["quantize", ".", "dst", "--seed", str(-(2**63) - 1)], "is not in the range"),
         (["quantize", ".", "dst.gguf"], "--to gguf?"),
         (["convert", ".", "dst.safetensors"], "--to comfy?"),
         (["convert", ".", "dst", "--to", "gguf"], "--to gguf writes one file: expected *.gguf, got dst"),
@@ -151,10 +145,9 @@ def test_wrong_arguments_exit_2_and_say_how(arguments, said, capsys, tmp_path, m
     assert said in captured.err and not captured.out
 
 
-def test_completion(capsys):
+def test_completion(run):
     for shell in COMPLETION:
-        assert nvfp4_cli.main(["completion", shell]) == 0
-        assert f"_NVFP4_COMPLETE={shell}_source nvfp4" in capsys.readouterr().out
+        assert f"_NVFP4_COMPLETE={shell}_source nvfp4" in run("completion", shell)
         assert shell_completion.get_completion_class(shell) is not None
     offers = {"qu": "quantize", "quantize --fo": "--four-over-six", "quantize a b --to mod": "modelopt"}
     for words, wanted in offers.items():

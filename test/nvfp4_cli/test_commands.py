@@ -7,13 +7,12 @@ import sys
 import pytest
 import torch
 
-import nvfp4_cli
 from nvfp4_tensor import checkpoints
 
 pytestmark = pytest.mark.slow
 
 
-def test_what_a_user_gets_wrong_is_one_line_without_a_traceback(dense, quantized, tmp_path, text, capsys):
+def test_what_a_user_gets_wrong_is_one_line_without_a_traceback(dense, quantized, tmp_path, text, run):
     for name in ("empty", "there", "alone", "broken"):
         (tmp_path / name).mkdir()
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
@@ -41,8 +40,7 @@ def test_what_a_user_gets_wrong_is_one_line_without_a_traceback(dense, quantized
         (["generate", tmp_path / "alone", "hi"], "--config-from"),
     ]
     for arguments, wanted in cases:
-        assert nvfp4_cli.main([str(each) for each in arguments]) == 1
-        last = capsys.readouterr().err.strip().splitlines()[-1]
+        last = run(*arguments, status=1).strip().splitlines()[-1]
         assert last.startswith("nvfp4: ") and wanted in last, (arguments, last)
     assert not new.exists()
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints.comparison import compare
@@ -36,6 +37,14 @@ def test_a_checkpoint_is_identical_to_itself(dense, quantized):
         found = compare(path, path)
         assert found.snr is None and all(layer.relative == 0 for layer in found.layers)
         assert not found.only_in_a and not found.only_in_b
+
+
+def test_other_models_are_refused(dense, tmp_path):
+    shapes = r"lm_head\.weight is \(320, 64\) in .* and \(2, 2\) in .*a\.safetensors"
+    for name, message in {"x": "have no tensor in common", "lm_head.weight": shapes}.items():
+        save_file({name: torch.ones(2, 2)}, tmp_path / "a.safetensors")
+        with pytest.raises(ValueError, match=message):
+            compare(dense, tmp_path / "a.safetensors")
 
 
 def test_compare_runs_both_over_a_text(dense, quantized, text, run):

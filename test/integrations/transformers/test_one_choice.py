@@ -20,6 +20,8 @@ MODELS = {
     "Qwen3": {**SIZES, "tie_word_embeddings": True},
     "Qwen3Moe": {**SIZES, **MIXTURE},
     "Mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "GptOss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Llama4Text": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 96},
     "GPT2": {"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1,
              "eos_token_id": 2},
     "Phi3": SIZES,
@@ -37,9 +39,9 @@ MODELS = {
     "Qwen3Next": {**SIZES, **MIXTURE, **LINEAR_ATTENTION, "shared_expert_intermediate_size": 32},
 }  # fmt: skip
 DENSE = {
-    "Qwen3Moe": ["mlp.gate"], "Mixtral": ["gate"], "DeepseekV3": ["mlp.gate"], "NemotronH": ["mixer.gate"],
-    "HunYuanMoEV1": ["mlp.gate.wg"], "Qwen3_5Text": ["in_proj_a", "in_proj_b"],
-    "Qwen3Next": ["mlp.gate", "shared_expert_gate", "in_proj_ba"],
+    "Qwen3Moe": ["mlp.gate"], "Mixtral": ["gate"], "GptOss": ["router"], "Llama4Text": ["router"],
+    "DeepseekV3": ["mlp.gate"], "NemotronH": ["mixer.gate"], "HunYuanMoEV1": ["mlp.gate.wg"],
+    "Qwen3_5Text": ["in_proj_a", "in_proj_b"], "Qwen3Next": ["mlp.gate", "shared_expert_gate", "in_proj_ba"],
 }  # fmt: skip
 """The ends of names of matrices that must stay dense, beside output layers."""
 
@@ -80,7 +82,7 @@ def test_files_loading_and_memory(name, tmp_path):
             other = others[each]
             assert torch.equal(parts.qdata, other.qdata), (way, each)
             assert torch.equal(parts.scale.view(torch.uint8), other.scale.view(torch.uint8)), (way, each)
-            assert parts.per_tensor_scale == other.per_tensor_scale, (way, each)
+            assert torch.equal(parts.per_tensor_scale, other.per_tensor_scale), (way, each)
     for group in {report[each].group for each in report.quantized if len(report[each].group) > 1}:
         assert len({in_memory.get_parameter(each).per_tensor_scale.item() for each in group}) == 1, group
     heads = [each for each in report.values() if "lm_head.weight" in (each.name, *each.tied)]

@@ -112,6 +112,9 @@ def test_quantized_while_loading_and_saved_as_modelopt_does(family, tmp_path, id
             keys, (experts, columns, rows) = modelopt.keys_of(EXPERTS[family] + name), exact.shape
             assert tensors[keys["qdata"]].shape == (experts, columns // 2, rows)
             assert tensors[keys["scale"]].shape == (experts, columns // 16, rows)
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "linears", exclude=["*.experts.*"], progress=False)
+    with checkpoints.read(tmp_path / "linears") as read:
+        assert {len(entry.shape) for entry in read.entries.values() if entry.quantized} == {2}
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
     logits, exact = model(ids).logits, dense(ids).logits
     assert torch.equal(again(ids).logits, logits) and (logits - exact).norm() < 0.3 * exact.norm()
