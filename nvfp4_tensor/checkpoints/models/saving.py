@@ -241,7 +241,7 @@ def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> 
     stored = in_mixtral(name) if mixtral else name
     if tensor.dim() != 3 or last not in JOINED_AS or getattr(module, "is_transposed", None) is not False:
         return None if stored == name else Origin(((stored,),))
-    if last == "gate_up_proj" and not (getattr(module, "has_gate", True) and getattr(module, "is_concatenated", True)):
+    if last == "gate_up_proj" and not getattr(module, "is_concatenated", True):
         return None
     groups = tuple(expert_group(stored, e, MIXTRAL_EXPERTS if mixtral else None) for e in range(len(tensor)))
     parts = len(groups[0])

@@ -197,6 +197,7 @@ REFUSALS = [
      r"no float32 is exactly for a\.weight: pass lossy=True"),
     ("mlx", "a.weight", lambda: quantize_experts(torch.randn(2, 16, 32)), {"global_scale": True}, "experts have one"),
     ("modelopt", "a.weight", weight, {"shard": 3}, "modelopt has no option shard"),
+    ("mlx", "a.weight", lambda: weight(amax=2688.0), {"shard": 3}, "mlx has no option shard"),
     ("comfy", "a.weight", weight, {"shards": 2}, "no option shards, only quantize_activations"),
     ("mxfp4", "a.weight", weight, {}, "MXFP4 cannot be written"),
     ("dense", "a.weight", weight, {}, "the format dense has no NVFP4, but a.weight are NVFP4"),

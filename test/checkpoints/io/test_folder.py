@@ -8,7 +8,6 @@ import torch
 from helpers.checkpoint_folders import CONFIG, content, dense_tensors, write_dense
 
 from nvfp4_tensor import checkpoints
-from nvfp4_tensor.checkpoints.checkpoint import format_named
 from nvfp4_tensor.checkpoints.io.folder import config_has
 
 
@@ -99,14 +98,6 @@ def test_config_has(tmp_path):
     for text, says in ((b'{"a": 1}', True), (b"{}", False), (b"[1]", False), (b"{", False), (b"\xff", False)):
         (tmp_path / "config.json").write_bytes(text)
         assert config_has(tmp_path, lambda config: config.get("a")) == says, text
-
-
-@pytest.mark.parametrize("format", ["modelopt", "mlx", "mxfp4", "dense"])
-def test_options_that_do_not_exist_raise_an_error_and_nothing_is_written(src, tmp_path, format):
-    message = "cannot be written" if format == "mxfp4" else "has no option shards"
-    with checkpoints.read(src) as checkpoint, pytest.raises(ValueError, match=message):
-        format_named(format).write(checkpoint, tmp_path / "dst", progress=False, shards=3)
-    assert [each.name for each in tmp_path.iterdir()] == ["src"]
 
 
 def test_the_dtype_that_config_json_says(src):

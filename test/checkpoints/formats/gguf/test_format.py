@@ -127,6 +127,10 @@ def test_wrong_files_raise_an_error(tmp_path, tensors):
     assert not FORMAT.detect(tmp_path / "other.gguf") and not FORMAT.detect(tmp_path)
     with pytest.raises(ValueError, match=r"other\.gguf: expected a GGUF file"):
         FORMAT.read(tmp_path / "other.gguf")
+    checkpoint = FORMAT.read(tmp_path / "a.gguf")
+    del checkpoint._tensors["blk.0.attn_q.scale"]
+    with pytest.raises(ValueError, match=r"tensor blk\.0\.attn_q\.weight: its scale is missing"):
+        checkpoint.linear(Q)
 
 
 def foreign(path, architecture="llama", **tensors):
