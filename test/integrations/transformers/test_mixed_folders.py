@@ -11,9 +11,11 @@ from helpers.checkpoint_folders import edit
 from helpers.hub_models import SIZES
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from nvfp4_tensor import NVFP4Tensor, checkpoints
 from nvfp4_tensor.integrations import transformers as nvfp4
+from nvfp4_tensor.integrations.transformers import experts
 from nvfp4_tensor.integrations.transformers.while_loading import Quantize
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("natively")]
@@ -107,6 +109,14 @@ def test_weights_that_the_model_joins_are_all_nvfp4_or_none(tmp_path, part):
     with pytest.warns(UserWarning, match="are dense, but linears"):
         checkpoints.quantize(tmp_path / "dense", tmp_path / "q", exclude=[f"*{part}*"], progress=False)
     assert_refused(tmp_path / "q", rf"{part}\.weight is dense, but tensors that the model joins with it are NVFP4")
+
+
+def test_weights_that_the_model_makes_otherwise_are_refused(tmp_path, monkeypatch):
+    model_of("Llama", tmp_path / "dense")
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "q", progress=False)
+    turned = WeightConverter("q_proj.weight", "q_proj.weight", operations=[Transpose(0, 1)])
+    monkeypatch.setattr(experts, "get_model_conversion_mapping", lambda model: [turned])
+    assert_refused(tmp_path / "q", "is made of .* by an operation that NVFP4 weights do not support")
 
 
 @pytest.mark.parametrize("source", ["dense", "q"])

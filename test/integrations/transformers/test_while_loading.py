@@ -61,19 +61,6 @@ def test_bits_are_those_of_quantize(llama, ids, config, device_map):
     assert torch.equal(model(ids).logits, dense(ids).logits)
 
 
-def test_what_servers_fuse_shares_its_largest_amax(llama):
-    dense, folder = llama()
-    model = load(folder)
-    for layer, exact in zip(model.model.layers, dense.model.layers, strict=True):
-        for module, names in [("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))]:
-            weights = [getattr(getattr(exact, module), name).weight for name in names]
-            amax = max(weight.abs().max() for weight in weights)
-            for name, weight in zip(names, weights, strict=True):
-                assert same_codes(getattr(getattr(layer, module), name).weight, quantize(weight, amax=amax))
-        own = quantize(exact.self_attn.o_proj.weight)
-        assert torch.equal(layer.self_attn.o_proj.weight.per_tensor_scale, own.per_tensor_scale)
-
-
 def test_inputs_that_no_server_reads_stay_dense(llama):
     names = quantized_names(load(llama(intermediate_size=90)[1]))
     assert len(names) == 12 and not any("down_proj" in name for name in names)
