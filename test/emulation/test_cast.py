@@ -1,5 +1,6 @@
 """cast: NVFP4 equals quantize() bit for bit, every format follows its definition, and errors."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -214,3 +215,5 @@ def test_formats():
         BlockFormat(name="x", element="e1m2", scale="e8m0", block_size=32)
     with pytest.raises(ValueError, match="unknown scale format 'e3m4'"):
         BlockFormat(name="x", element="e2m1", scale="e3m4", block_size=32)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FORMATS["nvfp4"].block_size = 32

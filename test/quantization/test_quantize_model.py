@@ -56,7 +56,7 @@ def test_reasons_of_a_mixture():
     ("options", "quantized"),
     [
         ({"include": ["lm_head"]}, {"lm_head": True}),
-        ({"exclude": ["*.q_proj"]}, {"layers.0.attn.q_proj": False, "layers.0.attn.k_proj": True}),
+        ({"exclude": ["*.q_proj.weight"]}, {"layers.0.attn.q_proj": False, "layers.0.attn.k_proj": True}),
         ({"selected": lambda name: "gate" in name}, {"layers.0.mlp.gate.wg": True, "layers.0.attn.q_proj": False}),
         ({"selected": lambda name: True}, {"layers.0.attn.o_proj": True}),
     ],

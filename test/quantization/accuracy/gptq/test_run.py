@@ -40,7 +40,7 @@ class Model(nn.Module):
     def forward(self, x):
         x = torch.nn.functional.layer_norm(self.mix(x), (WIDTH,))
         for layer in self.layers:
-            x = layer(hidden_states=x, mask=0.5)[0]
+            x, _ = layer(hidden_states=x, mask=0.5)
         return self.head(x)
 
 
