@@ -102,15 +102,8 @@ FROZEN = "the Trainer trains only the others"
 
 def train(model, folder):
     data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 2
-    options = transformers.TrainingArguments(
-        str(folder),
-        max_steps=1,
-        per_device_train_batch_size=2,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    how = {"max_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    options = transformers.TrainingArguments(str(folder), per_device_train_batch_size=2, **how)
     transformers.Trainer(model=model, args=options, train_dataset=data).train()
 
 

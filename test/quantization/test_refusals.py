@@ -8,6 +8,7 @@ import torch
 from helpers.model_states import state_of
 from quantization.test_experts import mixture
 from quantization.test_observed_experts import chosen
+from quantization.test_quantize_model import gpt2
 from quantization.test_trained import trained_mixture
 from torch import nn
 from torch.nn import utils
@@ -109,12 +110,6 @@ def linears_alone(**options):
         if isinstance(linear, ObservedLinear):
             linear(torch.ones(1, linear.in_features).bfloat16())
     return model
-
-
-def gpt2():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 32, "bos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, eos_token_id=0)).eval()
 
 
 def interrupted(batch):

@@ -165,15 +165,6 @@ def test_setting_w4a16(monkeypatch):
     assert error(routed(layer, x, ids, factors), expected("W4A16", weights(), x, ids, factors)) < 2**-8
 
 
-def test_loading_into_a_served_layer_is_refused():
-    layer = layer_of("NVFP4")
-    parameter = layer.w13_weight
-    fill(layer, "NVFP4", weights())
-    codes = weights()[0]["w1"].qdata
-    with pytest.raises(RuntimeError, match="start SGLang again"):
-        parameter.weight_loader(parameter, codes, "experts.w13_weight", shard_id="w1", expert_id=0)
-
-
 @pytest.mark.parametrize("options, reason", [
     ({"activation": "gelu"}, "activation gelu"), ({"swiglu_limit": 7.0}, "clamped"), ({"with_bias": True}, "bias"),
     ({"no_combine": True}, "sums itself"), ({"num_fused_shared_experts": 1}, "fused with others"),

@@ -41,11 +41,11 @@ def config_of(kind, **changes):
     )
 
 
-def served(layer, weights, kind, shards="qkv", input_scales=None):
+def served(layer, weights, kind, shards="qkv"):
     """Return a layer that vLLM's loaders have filled, made ready."""
     parameters, (method, _, activations) = dict(layer.named_parameters()), KINDS[kind]
-    for i, (shard, weight) in enumerate(zip(shards, weights, strict=True)):
-        scale = (INPUT_SCALE if activations == "static" else None) if input_scales is None else input_scales[i]
+    scale = INPUT_SCALE if activations == "static" else None
+    for shard, weight in zip(shards, weights, strict=True):
         for name, tensor in tensors_of(weight, method != "modelopt", scale).items():
             parameters[name].weight_loader(parameters[name], tensor, *([] if shard is None else [shard]))
     layer.quant_method.process_weights_after_loading(layer)
@@ -160,15 +160,6 @@ def test_two_ranks(kind, monkeypatch):
 
 
 # --- what must not go wrong in silence -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["modelopt W4A4 static", "compressed-tensors W4A4 static"])
-def test_different_input_scales(kind):
-    """The largest serves all; some alone are refused."""
-    layer = served(qkv(kind), qkv_weights(), kind, input_scales=[0.001, 0.004, 0.002])
-    assert abs(layer.nvfp4_amax.item() / (0.004 * 2688) - 1) < 1e-6
-    with pytest.raises(ValueError, match="scale was not loaded, or only in part: calibrate"):
-        served(qkv(kind), qkv_weights(), kind, input_scales=[INPUT_SCALE, INPUT_SCALE, None])
 
 
 @pytest.mark.parametrize("kind", ["modelopt W4A4 dynamic", "compressed-tensors W4A4 static"])

@@ -146,16 +146,13 @@ def test_up_with_another_scale_than_gate(tmp_path, monkeypatch):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("missing", [False, True])
-def test_experts_with_static_activations(tmp_path, monkeypatch, missing):
-    """The largest of the experts' scales; a checkpoint that has some of them is refused."""
+def test_experts_with_static_activations(tmp_path, monkeypatch):
+    """The largest of the experts' scales."""
     model = quantized("Qwen3Moe")
     folder = save(model, tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     quantized_names = [name.removesuffix("_scale_2") for name in tensors if name.endswith(".weight_scale_2")]
     for name in quantized_names:
-        if missing and name.endswith("experts.1.up_proj.weight"):
-            continue
         expert = int(name.split(".experts.")[1][0]) if ".experts." in name else 0
         scale = 0.002 if "down_proj" in name or "o_proj" in name else 0.004
         tensors[name.replace("weight", "input_scale")] = torch.tensor(scale / (1 + expert))
@@ -166,10 +163,6 @@ def test_experts_with_static_activations(tmp_path, monkeypatch, missing):
         found = json.loads(text.replace("W4A16_NVFP4", "NVFP4"))
         found.get("quantization_config", {}).pop("config_groups", None)
         (folder / file).write_text(json.dumps(found))
-    if missing:
-        with pytest.raises(ValueError, match="w13_input_scale was not loaded for all of 4 experts"):
-            serve(folder, monkeypatch)
-        return
     served = serve(folder, monkeypatch)
     for module in experts_of(served):
         assert module.nvfp4_w13_amax == torch.tensor(0.004) * 2688
