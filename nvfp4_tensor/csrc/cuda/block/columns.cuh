@@ -1,4 +1,5 @@
-// The random Hadamard transform of blocks in registers, and of sixteen rows of two neighbouring columns of bfloat16.
+// The random Hadamard transform of blocks in registers, and of sixteen rows of two neighbouring columns of bfloat16;
+// and what kernels quantize of the blocks that they load.
 #pragma once
 
 #include "cuda/block/elements.cuh"
@@ -81,5 +82,26 @@ __device__ __forceinline__ Elements<__nv_bfloat16, kBlock> column_block(const ui
     return Elements<__nv_bfloat16, kBlock>::of(x);
   }
 }
+
+// The elements as they are, or their Hadamard transform.
+struct Plain {
+  template <typename T>
+  __device__ __forceinline__ const Elements<T, kBlock>& operator()(const Elements<T, kBlock>& block) const {
+    return block;
+  }
+};
+
+struct Transformed {
+  HadamardFactors factors;
+
+  template <typename T>
+  __device__ __forceinline__ Elements<__nv_bfloat16, kBlock> operator()(const Elements<T, kBlock>& block) const {
+    return transformed_block(block, factors);
+  }
+};
+
+// The type of what it gives.
+template <typename T, typename Transform>
+using Given = std::conditional_t<std::is_same_v<Transform, Plain>, T, __nv_bfloat16>;
 
 }  // namespace nvfp4

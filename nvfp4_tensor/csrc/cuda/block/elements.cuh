@@ -10,34 +10,15 @@
 
 namespace nvfp4 {
 
-template <typename T>
-__device__ __forceinline__ float to_float(T v);
-template <>
-__device__ __forceinline__ float to_float(float v) {
-  return v;
-}
-template <>
-__device__ __forceinline__ float to_float(__half v) {
-  return __half2float(v);
-}
-template <>
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) {
-  return __bfloat162float(v);
-}
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 
 template <typename T>
-__device__ __forceinline__ T from_float(float v);
-template <>
-__device__ __forceinline__ float from_float(float v) {
-  return v;
-}
-template <>
-__device__ __forceinline__ __half from_float(float v) {
-  return __float2half_rn(v);
-}
-template <>
-__device__ __forceinline__ __nv_bfloat16 from_float(float v) {
-  return __float2bfloat16_rn(v);
+__device__ __forceinline__ T from_float(float v) {
+  if constexpr (std::is_same_v<T, float>) return v;
+  if constexpr (std::is_same_v<T, __half>) return __float2half_rn(v);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(v);
 }
 
 // Two of T in a word, to nearest; a in the lower half.
@@ -178,5 +159,20 @@ struct Elements {
     return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
   }
 };
+
+// The largest finite magnitude, as bits of T's width. Only a group that shows a NaN or Inf is looked through element by
+// element.
+template <typename T, int N>
+__device__ __forceinline__ uint32_t finite_amax_bits(const Elements<T, N>& x) {
+  const uint32_t most = x.amax_bits();
+  if (most < kInfinity<T>) return most;
+  uint32_t finite = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const uint32_t bits = Elements<T, N>::kPacked ? x.word[i / 2] >> (i % 2 * 16) & 0x7FFFu : x.word[i] & 0x7FFFFFFFu;
+    if (bits < kInfinity<T>) finite = max(finite, bits);
+  }
+  return finite;
+}
 
 }  // namespace nvfp4

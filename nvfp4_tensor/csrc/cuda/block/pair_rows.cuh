@@ -1,14 +1,17 @@
 // Rows of a pair (pair_tile.cuh) in blocks of 16: how they are scaled, and rounded to values in place.
 #pragma once
 
+#include "cuda/block/choose_scale.cuh"
 #include "cuda/block/pair_tile.cuh"
-#include "cuda/block/search.cuh"
 #include "cuda/block/values.cuh"
 
 namespace nvfp4 {
 
-// How a side's blocks are scaled: by their largest element,
+// By a block's largest element,
+template <Fast mode>
 struct Encoder {
+  static constexpr bool kDraws = false;
+  static constexpr int kUnroll = 4;
   struct Table {
     float enc[128];
   };
@@ -16,15 +19,12 @@ struct Encoder {
   float sixth;
   DrawSource source;
 
-  // For all threads of the block, which meet before they read the table.
-  template <Fast mode>
-  __device__ __forceinline__ static Encoder of(const Quantization& how, Table& table) {
+  __device__ __forceinline__ Encoder(const Quantization& how, Table& table) : enc(table.enc) {
     const TensorScale tensor = tensor_scale_by_maxima(how);
     fill_encode_table(tensor, table.enc);
-    return {table.enc, tensor.sixth, draw_source(how, mode != Fast::kNearestEven)};
+    sixth = tensor.sixth, source = draw_source(how, mode != Fast::kNearestEven);
   }
 
-  template <Fast mode>
   __device__ __forceinline__ Elements<Bf16, kBlock> values(const Elements<Bf16, kBlock>& x, ScaleRounding rounding,
                                                            uint64_t number) const {
     const uint8_t s_bits = scale_from_bits<Bf16>(x.amax_bits(), sixth, rounding);
@@ -32,32 +32,31 @@ struct Encoder {
   }
 };
 
-// or by a search.
+// or by a search, to nearest.
 struct SearchEncoder {
+  static constexpr bool kDraws = false;
+  static constexpr int kUnroll = 1;
   using Table = SearchTable;
-  const SearchTable* table;
+  const SearchTable& table;
   float sixth;
-  DrawSource source;
 
-  template <Fast mode>
-  __device__ __forceinline__ static SearchEncoder of(const Quantization& how, Table& table) {
+  __device__ __forceinline__ SearchEncoder(const Quantization& how, Table& to) : table(to) {
     const TensorScale tensor = tensor_scale_by_maxima(how);
-    table.fill(tensor);
-    return {&table, tensor.sixth, draw_source(how, mode != Fast::kNearestEven)};
+    to.fill(tensor);
+    sixth = tensor.sixth;
   }
 
   // All lanes of the warp come here together.
-  template <Fast mode>
   __device__ __forceinline__ Elements<Bf16, kBlock> values(const Elements<Bf16, kBlock>& x, ScaleRounding rounding,
-                                                           uint64_t number) const {
+                                                           uint64_t) const {
     float v[kBlock];
     separate_values(x, v);
     const uint32_t amax_bits = x.amax_bits();
     const uint8_t base = scale_from_bits<Bf16>(amax_bits, sixth, rounding);
     const float amax = Elements<Bf16, kBlock>::magnitude_of(amax_bits);
-    const uint8_t s_bits = search_scale(v, amax, base, rounding, *table, [](float sum) { return sum; });
-    return block_values<mode>(
-        x, [&](int i) { return fabsf(v[i]); }, e4m3_value(s_bits), table->enc(s_bits), source, number);
+    const uint8_t s_bits = search_scale(v, amax, base, rounding, table, [](float sum) { return sum; });
+    return block_values<Fast::kNearestEven>(
+        x, [&](int i) { return fabsf(v[i]); }, e4m3_value(s_bits), table.enc(s_bits), DrawSource{}, 0);
   }
 };
 
@@ -73,7 +72,7 @@ struct PairRows : BlockOrder {
   }
 };
 
-// Calls take(elements, number, low, high) for each of them, low and high the places of their chunks.
+// Calls take(turn, elements, number, low, high) for each of them, low and high the places of their chunks.
 template <typename TileRows, int kUnroll = 4, typename Take>
 __device__ __forceinline__ void for_rows(const RandomOffset& random, const TileRows& at, Chunks* x, uint32_t row0,
                                          uint32_t column0, Take take) {
@@ -89,26 +88,15 @@ __device__ __forceinline__ void for_rows(const RandomOffset& random, const TileR
   }
 }
 
-// Rows that leave as values.
-template <Fast mode, typename By, typename TileRows>
-struct ValueRows : ValueSide {
-  static constexpr bool kValues = true, kDraws = false;
-  using Shared = typename By::Table;
-
-  __device__ __forceinline__ By begin(Shared& shared) const { return By::template of<mode>(how, shared); }
-
-  __device__ __forceinline__ void quantize(const By& encoder, Chunks* x, Shared&, uint32_t row0,
+template <typename By, typename TileRows>
+struct ValueRows : ValueRowsOf<By, TileRows> {
+  __device__ __forceinline__ void quantize(const By& by, Chunks* x, ValueRows::Shared&, uint32_t row0,
                                            uint32_t column0) const {
-    constexpr int kUnroll = std::is_same_v<By, SearchEncoder> ? 1 : 4;
-    for_rows<TileRows, kUnroll>(how.random, TileRows(), x, row0, column0,
-                                [&](int, const auto& elements, uint64_t number, uint4* low, uint4* high) {
-                                  store_chunks(encoder.template values<mode>(elements, how.spec.scale_rounding, number),
-                                               low, high);
-                                });
-  }
-
-  __device__ __forceinline__ void store(const Chunks* x, Shared&, uint32_t row0, uint32_t column0) const {
-    store_tile(x, row0, column0, [](uint32_t row, uint32_t chunk) { return chunk ^ TileRows::swizzle(row); });
+    const Quantization& how = this->how;
+    for_rows<TileRows, By::kUnroll>(how.random, TileRows(), x, row0, column0,
+                                    [&](int, const auto& elements, uint64_t number, uint4* low, uint4* high) {
+                                      store_chunks(by.values(elements, how.spec.scale_rounding, number), low, high);
+                                    });
   }
 };
 

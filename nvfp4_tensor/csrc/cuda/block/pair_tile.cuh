@@ -84,8 +84,18 @@ inline int64_t tiles_of(const Matrix& x) { return ceil_div(x.rows, kTile) * ceil
 
 // --- sides -----------------------------------------------------------------------------------------------------------
 
+// How a side is scaled is `By`: what all its blocks need, made of a table in shared memory, which threads meet before
+// they read. What a tile's blocks need, the table draws (kDraws).
+
 // A side that leaves as codes.
+template <typename By_>
 struct CodeSide {
+  using By = By_;
+  static constexpr bool kValues = false;
+  struct Shared {
+    alignas(16) uint8_t scale[kScaleBytes];
+    typename By::Table table;
+  };
   Quantization how;
   Codes out;
   uint32_t rows, blocks;  // blocks in a row of codes
@@ -96,17 +106,20 @@ struct CodeSide {
   }
 
   // The tile's scales, 1024 bytes in place order, to where the two tiles of scales lie; the second may not exist.
-  __device__ __forceinline__ void store_scales(const uint8_t* scale, uint32_t row0, uint32_t block0) const {
-    const uint32_t column_tiles = (blocks + kTileColumns - 1) / kTileColumns;
+  __device__ __forceinline__ void store(const Chunks*, const Shared& shared, uint32_t row0, uint32_t column0) const {
+    const uint32_t block0 = column0 / kBlock, column_tiles = (blocks + kTileColumns - 1) / kTileColumns;
     const uint32_t bytes = min(2u, column_tiles - block0 / kTileColumns) * kTileBytes, at = threadIdx.x * 16;
     if (at >= bytes) return;
     uint8_t* to = out.scale + scale_offset(row0, block0, column_tiles);
-    *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(scale + at);
+    *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(shared.scale + at);
   }
 };
 
 // A side that leaves as values, so many rows of so many columns.
+template <typename By_>
 struct ValueSide {
+  using By = By_;
+  static constexpr bool kValues = true;
   Quantization how;
   Bf16* out;
   uint32_t rows, columns;
@@ -123,6 +136,31 @@ struct ValueSide {
       if (i < at.inside) *reinterpret_cast<uint4*>(to) = v;
     }
     asm volatile("" ::: "memory");
+  }
+};
+
+// Rows, in place of x.
+template <typename By, typename Order>
+struct ValueRowsOf : ValueSide<By> {
+  struct Shared {
+    typename By::Table table;
+  };
+
+  __device__ __forceinline__ void store(const Chunks* x, const Shared&, uint32_t row0, uint32_t column0) const {
+    this->store_tile(x, row0, column0, [](uint32_t row, uint32_t chunk) { return chunk ^ Order::swizzle(row); });
+  }
+};
+
+// The transpose, in a tile of its own.
+template <typename By, typename Place>
+struct ValueColumnsOf : ValueSide<By> {
+  struct Shared {
+    Chunks x[kTile];
+    typename By::Table table;
+  };
+
+  __device__ __forceinline__ void store(const Chunks*, const Shared& shared, uint32_t row0, uint32_t column0) const {
+    this->store_tile(shared.x, row0, column0, Place::of);
   }
 };
 
@@ -147,37 +185,36 @@ template <typename Rows, typename Columns>
 constexpr int kPairBlocksPerSm = Rows::kValues && !Columns::kValues ? 3 : 2;
 constexpr int kPairWaves = 4;  // a static share each leaves some warps to end alone
 
-// A policy has a Shared memory; begin(shared) gives what all its blocks need; draw(shared, ...) what those of a tile
-// do; quantize(...) and store(...) are what they say. Rows and columns are those of the matrix on either side, its
-// tile's first ones.
+// A side's quantize(by, elements, shared, row0, column0) rounds a tile, its first row and column given as those of that
+// side's matrix; store(...) takes the result to its place.
 template <typename Rows, typename Columns>
 __global__ void __launch_bounds__(kThreads, (kPairBlocksPerSm<Rows, Columns>))
     quantize_pair(Matrix x, Rows rows, Columns columns) {
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<PairShared<Rows, Columns>*>(memory);
   TileWalk<typename Columns::Order> tile(x, shared.x);
-  const auto of_rows = rows.begin(shared.rows);
-  const auto of_columns = columns.begin(shared.columns);
+  const typename Rows::By by_rows(rows.how, shared.rows.table);
+  const typename Columns::By by_columns(columns.how, shared.columns.table);
   for (uint32_t stage = 0; tile.at.inside(); stage ^= 1) {
     const uint32_t row0 = tile.at.row * kTile, column0 = tile.at.column * kTile;
     tile.at.step();
     tile.load_next(stage ^ 1);
-    if constexpr (Columns::kDraws) {
+    if constexpr (Columns::By::kDraws) {
       if (threadIdx.x < kTile) {
-        columns.draw(shared.columns, column0, row0, threadIdx.x);
-      } else if constexpr (Rows::kDraws) {
-        rows.draw(shared.rows, row0, column0, threadIdx.x - kTile);
+        shared.columns.table.draw(columns.how.random, column0, row0, threadIdx.x);
+      } else if constexpr (Rows::By::kDraws) {
+        shared.rows.table.draw(rows.how.random, row0, column0, threadIdx.x - kTile);
       }
     }
     cp_async_wait<1>();
     __syncthreads();
     Chunks* elements = shared.x[stage];
-    columns.quantize(of_columns, elements, shared.columns, column0, row0);
+    columns.quantize(by_columns, elements, shared.columns, column0, row0);
     if constexpr (Rows::kValues) __syncthreads();
-    rows.quantize(of_rows, elements, shared.rows, row0, column0);
+    rows.quantize(by_rows, elements, shared.rows, row0, column0);
     __syncthreads();
     rows.store(elements, shared.rows, row0, column0);
-    columns.store(shared.columns, column0, row0);
+    columns.store(elements, shared.columns, column0, row0);
   }
 }
 
@@ -202,10 +239,8 @@ void launch_pair(const Matrix& x, const Rows& rows, const Columns& columns, cuda
   kernel<<<grid, kThreads, kBytes, stream>>>(x, rows, columns);
 }
 
+// What a thread block of them needs, that of tensor_scale_by_maxima too.
 template <typename Rows, typename Columns>
-bool fits_pair() {
-  constexpr int kOfWarps = 32 * sizeof(float);  // tensor_scale_by_maxima's
-  return this_machine().shared_bytes >= static_cast<int>(sizeof(PairShared<Rows, Columns>)) + kOfWarps;
-}
+constexpr int kPairBytes = sizeof(PairShared<Rows, Columns>) + 32 * sizeof(float);
 
 }  // namespace nvfp4

@@ -20,15 +20,16 @@
 #include "numerics/e4m3.h"
 #include "numerics/philox.h"
 
+namespace nvfp4 {
+
 // cvt.rn e2m1x2 is on every Blackwell; cvt.rs e2m1x4, with random bits, on sm_100a and sm_103a alone.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
-#define NVFP4_HARDWARE_NEAREST 1
-#define NVFP4_HARDWARE_STOCHASTIC 1
+constexpr bool kHardwareNearest = true, kHardwareStochastic = true;
 #elif defined(__CUDA_ARCH_FEAT_SM110_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
-#define NVFP4_HARDWARE_NEAREST 1
+constexpr bool kHardwareNearest = true, kHardwareStochastic = false;
+#else
+constexpr bool kHardwareNearest = false, kHardwareStochastic = false;
 #endif
-
-namespace nvfp4 {
 
 // The modes with a fast path; the rest of them is served by round_e2m1 of numerics/e2m1.h.
 enum class Fast { kNearestEven, kStochastic16, kStochastic8 };
@@ -87,7 +88,6 @@ struct DrawSource {
   bool hardware;
 };
 
-#if defined(NVFP4_HARDWARE_NEAREST)
 __device__ __forceinline__ uint32_t hardware_nearest(const float (&v)[8]) {
   uint32_t codes;
   asm("{ .reg .b8 b0, b1, b2, b3;\n"
@@ -100,9 +100,7 @@ __device__ __forceinline__ uint32_t hardware_nearest(const float (&v)[8]) {
       : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
   return codes;
 }
-#endif
 
-#if defined(NVFP4_HARDWARE_STOCHASTIC)
 // The top byte of an element's 16 bits.
 __device__ __forceinline__ uint32_t byte_of(const Words4& words, int element) {
   return words.word[(element + 1) / 4 % 4] >> ((element + 1) % 4 * 8) & 0xFFu;
@@ -123,7 +121,6 @@ __device__ __forceinline__ uint32_t hardware_stochastic(const float (&v)[8], con
   }
   return half[0] | half[1] << 16;
 }
-#endif
 
 // Codes of elements first .. first + 7 of a block, times enc, packed: in software,
 template <Fast mode, typename T>
@@ -142,28 +139,21 @@ __device__ __forceinline__ uint32_t encode8_software(const Elements<T, kBlock>& 
 template <Fast mode, typename T>
 __device__ __forceinline__ uint32_t encode8(const Elements<T, kBlock>& x, int first, float enc, const Words4& words,
                                             const DrawSource& source) {
-  [[maybe_unused]] const auto scaled = [&](float (&v)[8]) {
+  constexpr bool kNearest = kHardwareNearest && mode == Fast::kNearestEven;
+  constexpr bool kStochastic = kHardwareStochastic && mode == Fast::kStochastic8;
+  if constexpr (kNearest || kStochastic) {
+    if (kNearest || source.hardware) {
+      float v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = mul(x.value(first + i), enc);
-  };
-#if defined(NVFP4_HARDWARE_STOCHASTIC)
-  if (mode == Fast::kStochastic8 && source.hardware) {
-    float v[8];
-    scaled(v);
-    return hardware_stochastic(v, words, first);
+      for (int i = 0; i < 8; ++i) v[i] = mul(x.value(first + i), enc);
+      if constexpr (kNearest) {
+        return hardware_nearest(v);
+      } else {
+        return hardware_stochastic(v, words, first);
+      }
+    }
   }
-#endif
-#if defined(NVFP4_HARDWARE_NEAREST)
-  if constexpr (mode == Fast::kNearestEven) {
-    float v[8];
-    scaled(v);
-    return hardware_nearest(v);
-  } else {
-    return encode8_software<mode>(x, first, enc, words);
-  }
-#else
   return encode8_software<mode>(x, first, enc, words);
-#endif
 }
 
 // A whole block: 64 bits of codes; zeros where the scale is NaN.

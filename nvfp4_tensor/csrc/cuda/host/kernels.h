@@ -65,9 +65,11 @@ void launch_amax(const Matrix& x, int hadamard_sign, float* out, cudaStream_t st
 void launch_amax_pair(const Matrix& x, int hadamard_sign, float* out, float* out_transposed, cudaStream_t stream);
 
 // The maxima of parts of x, and, for a pair, of its Hadamard-transformed transpose after them. scratch gives the
-// memory; neither takes an empty matrix. fits: contiguous and aligned; a pair is bfloat16 in whole blocks.
+// memory; none takes an empty matrix. fits: contiguous and aligned. Few: at most kFewBlocks, of whole blocks, by a
+// kernel that lets the next one begin. A pair is bfloat16 in whole blocks.
 bool fits_maxima(const Matrix& x);
 Amax launch_maxima(const Matrix& x, const std::function<void*(int64_t)>& scratch, cudaStream_t stream);
+Amax launch_few_maxima(const Matrix& x, const std::function<void*(int64_t)>& scratch, cudaStream_t stream);
 std::array<Amax, 2> launch_maxima_of_pair(const Matrix& x, int hadamard_sign,
                                           const std::function<void*(int64_t)>& scratch, cudaStream_t stream);
 
@@ -133,13 +135,13 @@ struct PairOutputs {
 };
 
 // bfloat16, both sides rounded alike; the transposed side may be Hadamard-transformed. Codes of both, or values of the
-// rows, which take maxima of parts. Writes the scales' padding. fits: whether the device has the shared memory.
-bool fits_quantize_pair_values(bool codes_t);
+// rows, which take maxima of parts. Writes the scales' padding.
 void launch_quantize_pair(const Matrix& x, const PairQuantization& how, const PairOutputs& out, cudaStream_t stream);
 
 // The same where the transpose is EDEN's. The rows are EDEN's too, then both leave as values; or 1x16, to nearest even,
 // perhaps with a search, and the transpose leaves as codes. Columns are padded to 128. rotates_back: the values of the
-// rows are rotated back, as launch_rotate_back does it, and cut to x's columns.
+// rows are rotated back, as launch_rotate_back does it, and cut to x's columns. fits: whether the device has the shared
+// memory.
 bool fits_quantize_pair_eden(bool codes_t);
 void launch_quantize_pair_eden(const Matrix& x, const PairQuantization& how, bool rotates_back, const PairOutputs& out,
                                cudaStream_t stream);
@@ -163,6 +165,17 @@ struct Alpha {
 
 void launch_dequantize(const Quantized& in, int64_t columns, Dtype dtype, void* out, cudaStream_t stream,
                        const Alpha& alpha = {});
+
+// Operands of FP8 products (numerics contract, section 13): e4m3 values (rows, columns padded to 16), and a factor per
+// row.
+struct Fp8 {
+  uint8_t* values;
+  float* factor;
+};
+
+// x to e4m3, zeros in the padding, with 2^p of each row; and code x block scale to e4m3, with each row's 2^p times its
+// per-tensor scale. Rows of both have the same columns.
+void launch_fp8_operands(const Matrix& x, const Quantized& w, const Fp8& to_x, const Fp8& to_w, cudaStream_t stream);
 
 // Codes in 16x16 tiles and their scales as those of the transpose, rows padded to 16; writes the scales' padding.
 void launch_transpose_codes(const Quantized& in, const Codes& out, cudaStream_t stream);

@@ -6,7 +6,6 @@
 // no gain.)
 #include "cuda/block/block.cuh"
 #include "cuda/block/decode.cuh"
-#include "cuda/block/finite.cuh"
 #include "cuda/host/launch.h"
 #include "cuda/ptx/shared.cuh"
 
@@ -19,7 +18,6 @@ constexpr int kActivationThreads = 512;  // of a cluster's blocks
 // M = 8 3.3; where a thread of the cluster had two blocks, M = 16 4.8; with a memset, a kernel that raises an amax from
 // zero, and fake_quantize 6.1 to 6.7 from M = 32 on.
 constexpr int64_t kMostBlocksByCluster = kMostBlocksInCluster * kActivationThreads;
-constexpr int kMostPartialMaxima = kFewBlocks;  // each warp reads them all
 // 512 x 8192: 4 us more than the product, with those three kernels 7. Nothing larger was measured.
 constexpr int64_t kMostActivationBlocks = 1 << 18;
 
@@ -38,35 +36,18 @@ __device__ __forceinline__ float cluster_max(float v, int blocks) {
   return most;
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads) partial_maxima(Matrix x, float* maxima) {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-  constexpr int kLoads = 4;  // under way at once
-  uint32_t most = 0;
-  for (Walk at(x.rows, x.blocks()); at.inside();) {
-    Elements<T, kBlock> block[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i, at.step()) block[i] = block_at<T>(x, at);
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) most = max(most, finite_amax_bits(block[i]));
-  }
-  most = block_max(most);
-  if (threadIdx.x == 0) maxima[blockIdx.x] = Elements<T, kBlock>::magnitude_of(most);
-}
-
 // The largest of so many maxima, for each warp.
-__device__ __forceinline__ float largest_of(const float* maxima, int count) {
+__device__ __forceinline__ float largest_of(const Amax& maxima) {
   float most = 0.0f;
 #pragma unroll
-  for (int i = threadIdx.x % 32; i < kMostPartialMaxima; i += 32) most = fmaxf(most, i < count ? maxima[i] : 0.0f);
+  for (int i = threadIdx.x % 32; i < kFewBlocks; i += 32) most = fmaxf(most, i < maxima.maxima ? maxima.at[i] : 0.0f);
   return __uint_as_float(warp_max(__float_as_uint(most)));
 }
 
 // A block a thread; maxima: where not by one cluster.
 template <typename T, bool by_cluster>
 __global__ void __launch_bounds__(by_cluster ? kActivationThreads : kThreads)
-    quantize_activation(Matrix x, QuantizeSpec spec, const float* maxima, int count, float* factor, T* out) {
+    quantize_activation(Matrix x, QuantizeSpec spec, Amax maxima, float* factor, T* out) {
   griddepcontrol_wait();
   // Not before: what begins then may rely on all kernels but this one, as Inductor's do.
   if constexpr (by_cluster) griddepcontrol_launch_dependents();
@@ -76,7 +57,7 @@ __global__ void __launch_bounds__(by_cluster ? kActivationThreads : kThreads)
   if constexpr (by_cluster) {
     amax = cluster_max(Elements<T, kBlock>::magnitude_of(finite_amax_bits(block)), gridDim.x);
   } else {
-    amax = largest_of(maxima, count);
+    amax = largest_of(maxima);
     if (gridDim.x <= kFewBlocks) griddepcontrol_launch_dependents();
   }
   const TensorScale tensor = TensorScale::of(amax, spec.scale_ceiling);
@@ -105,25 +86,17 @@ bool fits_quantize_activation(const Matrix& x, const QuantizeSpec& spec) {
 void launch_quantize_activation(const Matrix& x, const QuantizeSpec& spec, float* factor, void* out,
                                 const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
   const int64_t blocks = x.rows * x.blocks();
+  unsigned cluster = 1;
+  while (cluster < kMostBlocksInCluster && cluster * kActivationThreads < blocks) cluster *= 2;
+  const bool by_cluster = blocks <= kMostBlocksByCluster;
+  const Amax maxima = by_cluster ? Amax{} : launch_few_maxima(x, scratch, stream);
+  const int threads = by_cluster ? kActivationThreads : kThreads;
+  const Launch launch(dim3(static_cast<unsigned>(by_cluster ? cluster : ceil_div(blocks, kThreads))),
+                      by_cluster ? cluster : 1, threads, 0, stream, Begins::kBeforePreviousEnds);
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
-    T* to = static_cast<T*>(out);
-    const auto enqueue = [&](auto kernel, int64_t grid, unsigned cluster, int threads, auto... arguments) {
-      const Launch launch(dim3(static_cast<unsigned>(grid)), cluster, threads, 0, stream, Begins::kBeforePreviousEnds);
-      cudaLaunchKernelEx(&launch.config, kernel, x, arguments...);
-    };
-    if (blocks <= kMostBlocksByCluster) {
-      unsigned grid = 1;
-      while (grid * kActivationThreads < blocks) grid *= 2;
-      const float* none = nullptr;
-      enqueue(quantize_activation<T, true>, grid, grid, kActivationThreads, spec, none, 0, factor, to);
-    } else {
-      const int64_t grid = ceil_div(blocks, kThreads);
-      const int count = static_cast<int>(std::min<int64_t>(grid, kMostPartialMaxima));
-      float* maxima = static_cast<float*>(scratch(count * sizeof(float)));
-      enqueue(partial_maxima<T>, count, 1, kThreads, maxima);
-      enqueue(quantize_activation<T, false>, grid, 1, kThreads, spec, maxima, count, factor, to);
-    }
+    const auto kernel = by_cluster ? quantize_activation<T, true> : quantize_activation<T, false>;
+    cudaLaunchKernelEx(&launch.config, kernel, x, spec, maxima, factor, static_cast<T*>(out));
   });
 }
 

@@ -4,18 +4,27 @@
 // instruction), and a group that shows a NaN or Inf is looked through again element by element.
 #include "cuda/block/block.cuh"
 #include "cuda/block/columns.cuh"
-#include "cuda/block/finite.cuh"
 #include "cuda/ptx/shared.cuh"
 
 namespace nvfp4 {
 namespace {
+
+// A thread block's maximum, as the bits of a float32: parts, left at its place in out; else out is raised to it.
+template <bool parts>
+__device__ __forceinline__ void leave(float* out, uint32_t bits) {
+  if constexpr (parts) {
+    bits = block_max(bits);
+    if (threadIdx.x == 0) out[blockIdx.x] = __uint_as_float(bits);
+  } else {
+    raise(out, bits);
+  }
+}
 
 // 64 bytes per thread and iteration, so that four independent 16-byte loads are in flight; they are 16 * kThreads bytes
 // apart. One wave: a thread block does little beside its loads, so that its start and its maximum weigh. 8192 x 14336
 // on an H200 in 54 us, with twelve waves in 58.
 constexpr int kWaves = 1;
 
-// parts: each thread block leaves its maximum; else it raises out.
 template <typename T, bool parts>
 __global__ void __launch_bounds__(kThreads) amax_contiguous(const T* x, int64_t count, float* out) {
   griddepcontrol_wait();
@@ -39,28 +48,24 @@ __global__ void __launch_bounds__(kThreads) amax_contiguous(const T* x, int64_t 
   if (blockIdx.x == 0 && last < count) tail = magnitude(to_float(x[last]));
   const float here = Elements<T, kVector>::magnitude_of(most);
   const uint32_t bits = float_bits(is_finite(tail) ? fmaxf(here, tail) : here);
-  if constexpr (parts) {
-    const uint32_t of_block = block_max(bits);
-    if (threadIdx.x == 0) out[blockIdx.x] = __uint_as_float(of_block);
-  } else {
-    raise(out, bits);
-  }
+  leave<parts>(out, bits);
 }
 
-// Of the transform of whole blocks.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) amax_transformed(Matrix x, HadamardFactors factors, float* out) {
+// Of whole blocks, or of their transform. Parts are those that the next kernel, which may begin already, takes.
+template <typename T, bool parts, typename Transform>
+__global__ void __launch_bounds__(kThreads) amax_blocks(Matrix x, Transform transform, float* out) {
   griddepcontrol_wait();
-  constexpr int kLoads = sizeof(T) == 4 ? 2 : 4;  // under way at once
+  if constexpr (parts) griddepcontrol_launch_dependents();
+  constexpr int kLoads = parts || sizeof(T) == 2 ? 4 : 2;  // under way at once
   uint32_t most = 0;
   for (Walk at(x.rows, x.blocks()); at.inside();) {
     Elements<T, kBlock> block[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i, at.step()) block[i] = block_at<T>(x, at);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) most = max(most, finite_amax_bits(transformed_block(block[i], factors)));
+    for (int i = 0; i < kLoads; ++i) most = max(most, finite_amax_bits(transform(block[i])));
   }
-  raise(out, most << 16);
+  leave<parts>(out, float_bits(Elements<Given<T, Transform>, kBlock>::magnitude_of(most)));
 }
 
 template <typename T>
@@ -111,20 +116,36 @@ Amax launch_maxima(const Matrix& x, const std::function<void*(int64_t)>& scratch
   return maxima;
 }
 
+Amax launch_few_maxima(const Matrix& x, const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
+  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(ceil_div(x.rows * x.blocks(), kThreads), kFewBlocks));
+  float* const out = static_cast<float*>(scratch(grid * sizeof(float)));
+  for_dtype(x.dtype, [&](auto type) {
+    const Launch launch(dim3(grid), 1, kThreads, 0, stream, Begins::kBeforePreviousEnds);
+    cudaLaunchKernelEx(&launch.config, amax_blocks<decltype(type), true, Plain>, x, Plain{}, out);
+  });
+  return {out, static_cast<int>(grid)};
+}
+
 void launch_amax(const Matrix& x, int hadamard_sign, float* out, cudaStream_t stream) {
   const int64_t count = x.rows * x.columns;
   launch_clear(out, nullptr, stream);
   if (count == 0) return;
   for_dtype(x.dtype, [&](auto type) {
     using T = decltype(type);
+    const auto by_blocks = [&](const auto& transform) {
+      using Transform = std::decay_t<decltype(transform)>;
+      launch_walk<amax_blocks<T, false, Transform>, kWaves, Begins::kBesideClear>(x.rows * x.blocks(), stream, x,
+                                                                                  transform, out);
+    };
     if (hadamard_sign < 0 && fits_maxima(x)) {
       launch_walk<amax_contiguous<T, false>, kWaves, Begins::kBesideClear>(threads_of<T>(count), stream,
                                                                            static_cast<const T*>(x.data), count, out);
-    } else if (hadamard_sign >= 0 && x.whole_blocks()) {
-      launch_walk<amax_transformed<T>, kWaves, Begins::kBesideClear>(
-          x.rows * x.blocks(), stream, x, HadamardFactors::from(static_cast<uint32_t>(hadamard_sign)), out);
-    } else {
+    } else if (!x.whole_blocks()) {
       launch_walk<amax_any<T>, 12, Begins::kBesideClear>(x.rows * x.blocks(), stream, x, hadamard_sign, out);
+    } else if (hadamard_sign >= 0) {
+      by_blocks(Transformed{HadamardFactors::from(static_cast<uint32_t>(hadamard_sign))});
+    } else {
+      by_blocks(Plain{});
     }
   });
 }

@@ -3,7 +3,6 @@
 // has its part of this one in registers. H200, 8192 x 4096 and 8192 x 28672, Hadamard: 21 and 110 us; straight to
 // registers, 16 rows of 4 columns a thread, 29 and 134, for a thread then waits for its loads (with the next turn's
 // loads ahead 22 and 114).
-#include "cuda/block/finite.cuh"
 #include "cuda/block/rotation_tile.cuh"
 
 namespace nvfp4 {

@@ -1,8 +1,8 @@
 // quantize with a choice among block scales: of seven neighbours, the one of least squared error (a search), or of the
 // two that map a block's largest element to 6 and to 4, the one with the smaller error (four-over-six). A lane has a
 // row of a block, its elements in registers.
+#include "cuda/block/choose_scale.cuh"
 #include "cuda/block/row_lanes.cuh"
-#include "cuda/block/search.cuh"
 
 namespace nvfp4 {
 namespace {

@@ -4,12 +4,9 @@
 // The kernel moves bytes: 3 per element of bfloat16 x, 1.6 per code of w. A block of codes is a lookup: the eight
 // magnitudes that a code can have, times the block's scale, are eight bytes, and PRMT picks four of them by the
 // magnitudes of four codes, the signs likewise: about 2 instructions per code.
-#include "cuda/quantize/fp8.h"
-
 #include <algorithm>
 
 #include "cuda/block/block.cuh"
-#include "cuda/block/finite.cuh"
 #include "numerics/fp8.h"
 #include "numerics/layout.h"
 

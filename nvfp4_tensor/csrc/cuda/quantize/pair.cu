@@ -9,13 +9,8 @@
 namespace nvfp4 {
 namespace {
 
-struct CodesShared {
-  alignas(16) uint8_t scale[kScaleBytes];
-  Encoder::Table table;
-};
-
 template <Fast mode>
-__device__ __forceinline__ void quantize_one(const Elements<Bf16, kBlock>& x, const Encoder& encoder,
+__device__ __forceinline__ void quantize_one(const Elements<Bf16, kBlock>& x, const Encoder<mode>& encoder,
                                              ScaleRounding rounding, uint64_t number, bool inside, uint2* codes,
                                              uint8_t* scale) {
   const uint8_t s_bits = scale_from_bits<Bf16>(x.amax_bits(), encoder.sixth, rounding);
@@ -25,27 +20,20 @@ __device__ __forceinline__ void quantize_one(const Elements<Bf16, kBlock>& x, co
 }
 
 template <Fast mode>
-struct CodeRows : CodeSide {
-  static constexpr bool kValues = false, kDraws = false;
-  using Shared = CodesShared;
-
-  __device__ __forceinline__ Encoder begin(Shared& shared) const { return Encoder::of<mode>(how, shared.table); }
-
-  __device__ __forceinline__ void quantize(const Encoder& encoder, Chunks* x, Shared& shared, uint32_t row0,
-                                           uint32_t column0) const {
+struct CodeRows : CodeSide<Encoder<mode>> {
+  __device__ __forceinline__ void quantize(const Encoder<mode>& encoder, Chunks* x, CodeRows::Shared& shared,
+                                           uint32_t row0, uint32_t column0) const {
+    const Quantization& how = this->how;
     const PairRows at;
-    const uint32_t inside = column0 / kBlock + at.block < blocks ? rows_left(rows, row0 + at.first) : 0;
-    uint2* codes = codes_at(row0 + at.first, column0 / kBlock + at.block);
+    const uint32_t block = column0 / kBlock + at.block;
+    const uint32_t inside = block < this->blocks ? rows_left(this->rows, row0 + at.first) : 0;
+    uint2* codes = this->codes_at(row0 + at.first, block);
     uint8_t* scale = shared.scale + scale_offset(at.first, at.block, kTileBlocks / kTileColumns);
     for_rows(how.random, at, x, row0, column0, [&](int turn, const auto& elements, uint64_t number, uint4*, uint4*) {
       const int row = turn * PairRows::kStep;
-      quantize_one<mode>(elements, encoder, how.spec.scale_rounding, number, row < inside, codes, scale + row * 16);
-      codes += PairRows::kStep * static_cast<int64_t>(blocks);
+      quantize_one(elements, encoder, how.spec.scale_rounding, number, row < inside, codes, scale + row * 16);
+      codes += PairRows::kStep * static_cast<int64_t>(this->blocks);
     });
-  }
-
-  __device__ __forceinline__ void store(const Chunks*, Shared& shared, uint32_t row0, uint32_t column0) const {
-    store_scales(shared.scale, row0, column0 / kBlock);
   }
 };
 
@@ -54,15 +42,16 @@ struct PairColumns {
   static constexpr int kATurn = kThreads / 32 * 8;
   uint32_t group, first;
 
-  __device__ __forceinline__ PairColumns()
-      : group(threadIdx.x % 32 / 4), first(threadIdx.x / 32 * 8 + threadIdx.x % 4 * 2) {}
+  __device__ __forceinline__ PairColumns() {
+    group = threadIdx.x % 32 / 4, first = threadIdx.x / 32 * 8 + threadIdx.x % 4 * 2;
+  }
 
-  // Calls take(block, column, number) for each, column counted from first.
+  // Calls take(elements, column, number) for each, column counted from first.
   template <bool transform, typename Take>
   __device__ __forceinline__ void for_each(const RandomOffset& random, const HadamardFactors& factors, const Chunks* x,
                                            uint32_t row0, uint32_t column0, Take take) const {
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(&x[group * kBlock][threadIdx.x / 32 ^ group]) +
-                            threadIdx.x % 4;
+    const uint32_t warp = threadIdx.x / 32;
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(&x[group * kBlock][warp ^ group]) + threadIdx.x % 4;
     uint64_t number = block_number(random, row0 + first, column0 / kBlock + group);
 #pragma unroll
     for (int column = 0; column < kTile; column += kATurn) {
@@ -79,98 +68,81 @@ struct PairColumns {
 };
 
 template <Fast mode, bool transform>
-struct CodeColumns : CodeSide {
-  static constexpr bool kValues = false, kDraws = false;
-  using Shared = CodesShared;
+struct CodeColumns : CodeSide<Encoder<mode>> {
   using Order = BlockOrder;
   HadamardFactors factors;
 
-  __device__ __forceinline__ Encoder begin(Shared& shared) const { return Encoder::of<mode>(how, shared.table); }
-
-  __device__ __forceinline__ void quantize(const Encoder& encoder, const Chunks* x, Shared& shared, uint32_t row0,
-                                           uint32_t column0) const {
+  __device__ __forceinline__ void quantize(const Encoder<mode>& encoder, const Chunks* x, CodeColumns::Shared& shared,
+                                           uint32_t row0, uint32_t column0) const {
+    const Quantization& how = this->how;
     const PairColumns at;
-    const uint32_t inside = column0 / kBlock + at.group < blocks ? rows_left(rows, row0 + at.first) : 0;
-    uint2* codes = codes_at(row0 + at.first, column0 / kBlock + at.group);
+    const uint32_t block = column0 / kBlock + at.group;
+    const uint32_t inside = block < this->blocks ? rows_left(this->rows, row0 + at.first) : 0;
+    uint2* codes = this->codes_at(row0 + at.first, block);
     uint8_t* scale = shared.scale + scale_offset(at.first, at.group, kTileBlocks / kTileColumns);
-    at.for_each<transform>(how.random, factors, x, row0, column0, [&](const auto& block, int column, uint64_t number) {
-      const int which = column % 2, turn = column - which;
-      quantize_one<mode>(block, encoder, how.spec.scale_rounding, number, turn < inside,
-                         codes + which * static_cast<int64_t>(blocks), scale + column / 32 * 4 + which * 16);
-      if (which) codes += PairColumns::kATurn * static_cast<int64_t>(blocks);
+    at.for_each<transform>(how.random, factors, x, row0, column0, [&](const auto& v, int column, uint64_t number) {
+      const int which = column % 2;
+      quantize_one(v, encoder, how.spec.scale_rounding, number, column - which < inside,
+                   codes + which * static_cast<int64_t>(this->blocks), scale + column / 32 * 4 + which * 16);
+      if (which) codes += PairColumns::kATurn * static_cast<int64_t>(this->blocks);
     });
   }
+};
 
-  __device__ __forceinline__ void store(Shared& shared, uint32_t row0, uint32_t column0) const {
-    store_scales(shared.scale, row0, column0 / kBlock);
+// Chunk c of column r lies at chunk c ^ this: eight lanes, four even or odd columns by two neighbouring groups of rows,
+// then write different banks.
+struct ColumnPlace {
+  __device__ __forceinline__ static uint32_t of(uint32_t column, uint32_t chunk) {
+    return chunk ^ (column / 2 % 2 + column / 4 % 2 * 4);
   }
 };
 
 template <Fast mode, bool transform>
-struct ValueColumns : ValueSide {
-  static constexpr bool kValues = true, kDraws = false;
+struct ValueColumns : ValueColumnsOf<Encoder<mode>, ColumnPlace> {
   using Order = BlockOrder;
-  struct Shared {
-    Chunks x[kTile];
-    Encoder::Table table;
-  };
   HadamardFactors factors;
 
-  // Chunk c of column r lies at chunk c ^ this: eight lanes, four even or odd columns by two neighbouring groups of
-  // rows, then write different banks.
-  __device__ __forceinline__ static uint32_t swizzle(uint32_t column) { return column / 2 % 2 + column / 4 % 2 * 4; }
-
-  __device__ __forceinline__ Encoder begin(Shared& shared) const { return Encoder::of<mode>(how, shared.table); }
-
-  __device__ __forceinline__ void quantize(const Encoder& encoder, const Chunks* x, Shared& shared, uint32_t row0,
-                                           uint32_t column0) const {
+  __device__ __forceinline__ void quantize(const Encoder<mode>& encoder, const Chunks* x, ValueColumns::Shared& shared,
+                                           uint32_t row0, uint32_t column0) const {
+    const Quantization& how = this->how;
     const PairColumns at;
-    uint4* low = &shared.x[at.first][(2 * at.group) ^ swizzle(at.first)];
-    uint4* high = &shared.x[at.first][(2 * at.group + 1) ^ swizzle(at.first)];
-    at.for_each<transform>(how.random, factors, x, row0, column0, [&](const auto& block, int column, uint64_t number) {
-      store_chunks(encoder.values<mode>(block, how.spec.scale_rounding, number), low + column * kChunks,
-                   high + column * kChunks);
+    uint4* low = &shared.x[at.first][ColumnPlace::of(at.first, 2 * at.group)];
+    uint4* high = &shared.x[at.first][ColumnPlace::of(at.first, 2 * at.group + 1)];
+    at.for_each<transform>(how.random, factors, x, row0, column0, [&](const auto& v, int column, uint64_t number) {
+      store_chunks(encoder.values(v, how.spec.scale_rounding, number), low + column * kChunks, high + column * kChunks);
     });
-  }
-
-  __device__ __forceinline__ void store(Shared& shared, uint32_t row0, uint32_t column0) const {
-    store_tile(shared.x, row0, column0, [](uint32_t row, uint32_t chunk) { return chunk ^ swizzle(row); });
   }
 };
 
-template <Fast mode, typename By>
-using PairValues = ValueRows<mode, By, PairRows>;
+// The largest, on the least shared memory of any device that there are kernels for.
+static_assert(kPairBytes<ValueRows<SearchEncoder, PairRows>, ValueColumns<Fast::kNearestEven, true>> <= 99 * 1024);
 
 }  // namespace
-
-bool fits_quantize_pair_values(bool codes_t) {
-  constexpr Fast kAny = Fast::kNearestEven;
-  return codes_t ? fits_pair<PairValues<kAny, SearchEncoder>, CodeColumns<kAny, true>>()
-                 : fits_pair<PairValues<kAny, SearchEncoder>, ValueColumns<kAny, true>>();
-}
 
 void launch_quantize_pair(const Matrix& x, const PairQuantization& how, const PairOutputs& out, cudaStream_t stream) {
   const uint32_t rows = static_cast<uint32_t>(x.rows), columns = static_cast<uint32_t>(x.columns);
   const uint32_t blocks_t = static_cast<uint32_t>(ceil_div(x.rows, kBlock));
   const int sign = how.columns.spec.hadamard_sign;
   const auto factors = HadamardFactors::from(static_cast<uint32_t>(sign));
-  const CodeSide codes{how.rows, out.codes, rows, columns / kBlock};
-  const CodeSide codes_t{how.columns, out.codes_transposed, columns, blocks_t};
-  const ValueSide values{how.rows, static_cast<Bf16*>(out.values), rows, columns};
-  const ValueSide values_t{how.columns, static_cast<Bf16*>(out.values_transposed), columns, blocks_t * kBlock};
   for_mode(how.rows.spec, [&](auto mode) {
-    constexpr Fast kMode = mode.value;
     for_flag(sign >= 0, [&](auto transform) {
-      const CodeColumns<kMode, transform.value> to_codes{codes_t, factors};
-      const auto launch = [&](const auto& of_rows) {
-        if (!out.values_transposed) return launch_pair(x, of_rows, to_codes, stream);
-        launch_pair(x, of_rows, ValueColumns<kMode, transform.value>{values_t, factors}, stream);
+      const CodeColumns<mode.value, transform.value> codes_t{{how.columns, out.codes_transposed, columns, blocks_t},
+                                                             factors};
+      const ValueColumns<mode.value, transform.value> values_t{
+          {{how.columns, static_cast<Bf16*>(out.values_transposed), columns, blocks_t * kBlock}}, factors};
+      const auto launch_values = [&](auto by) {
+        const ValueRows<typename decltype(by)::type, PairRows> values{
+            {{how.rows, static_cast<Bf16*>(out.values), rows, columns}}};
+        out.values_transposed ? launch_pair(x, values, values_t, stream) : launch_pair(x, values, codes_t, stream);
       };
-      if (!out.values) return launch_pair(x, CodeRows<kMode>{codes}, to_codes, stream);
-      if constexpr (kMode == Fast::kNearestEven) {
-        if (how.rows.spec.scale_search != ScaleSearch::kNone) return launch(PairValues<kMode, SearchEncoder>{values});
+      if (!out.values) {
+        const CodeRows<mode.value> codes{{how.rows, out.codes, rows, columns / kBlock}};
+        return launch_pair(x, codes, codes_t, stream);
       }
-      launch(PairValues<kMode, Encoder>{values});
+      if constexpr (mode.value == Fast::kNearestEven) {
+        if (how.rows.spec.scale_search != ScaleSearch::kNone) return launch_values(std::type_identity<SearchEncoder>{});
+      }
+      launch_values(std::type_identity<Encoder<mode.value>>{});
     });
   });
 }

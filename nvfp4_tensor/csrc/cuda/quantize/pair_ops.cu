@@ -83,8 +83,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(Pair p, 
   const int64_t width = back ? m.columns : padded;
   const bool eden = is_eden_pair(m, of_rows, of_columns, codes_t);
   const bool one_kernel = eden || (is_fast_pair(m, of_rows, of_columns, true) && !of_rows.hardware_rounding &&
-                                   !of_columns.hardware_rounding && (codes_t || width_t % kBlock == 0) &&
-                                   fits_quantize_pair_values(codes_t));
+                                   !of_columns.hardware_rounding && (codes_t || width_t % kBlock == 0));
   if (!one_kernel) {
     auto [qdata, scale, factor, qdata_t, scale_t, factor_t] = quantize_pair(p);
     Tensor values = dequantize(qdata, scale, std::nullopt, padded, ScalarType::BFloat16);

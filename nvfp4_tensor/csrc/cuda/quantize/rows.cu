@@ -7,8 +7,7 @@
 //
 // Budget: about 20 issued instructions per element at 90 % of the bandwidth (16384^2 bfloat16, H200).
 #include "cuda/block/block.cuh"
-#include "cuda/block/scale_groups.cuh"
-#include "cuda/block/transform.cuh"
+#include "cuda/block/columns.cuh"
 
 namespace nvfp4 {
 namespace {

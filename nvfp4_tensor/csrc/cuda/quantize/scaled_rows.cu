@@ -13,9 +13,7 @@
 #include <atomic>
 
 #include "cuda/block/block.cuh"
-#include "cuda/block/finite.cuh"
-#include "cuda/block/scale_groups.cuh"
-#include "cuda/block/transform.cuh"
+#include "cuda/block/columns.cuh"
 #include "cuda/block/values.cuh"
 #include "cuda/ptx/shared_sm90.cuh"
 
@@ -120,26 +118,10 @@ struct UnitRows {
   }
 };
 
-// Where blocks go: as codes, or as values.
-template <bool kValues>
-struct Target {
-  uint8_t* data;
-
-  template <Fast mode, typename T>
-  __device__ __forceinline__ void store(const Elements<T, kBlock>& block, uint8_t s_bits, float s_b, float enc,
-                                        const DrawSource& source, uint64_t number, int64_t index) const {
-    if constexpr (kValues) {
-      block_values<mode>(block, s_b, enc, source, number).store(reinterpret_cast<uint4*>(data) + 2 * index);
-    } else {
-      reinterpret_cast<uint2*>(data)[index] = encode16<mode>(block, s_bits, enc, source, number);
-    }
-  }
-};
-
+// values: where blocks go as values, in place of codes.
 template <typename T, Fast mode, bool kValues, typename Transform, typename S>
 __global__ void __launch_bounds__(kThreads, S::kResident)
-    quantize_scaled_rows(Matrix x, Quantization how, Transform transform, Shares shares, Codes out,
-                         Target<kValues> target) {
+    quantize_scaled_rows(Matrix x, Quantization how, Transform transform, Shares shares, Codes out, uint4* values) {
   __shared__ Maxima maxima;
 #if __CUDA_ARCH__ >= 900
   if (shares.ranks > 1) {
@@ -231,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, S::kResident)
       for (int b = 0; b < S::kBlocks; ++b, column += column_step) {
         const T* from = element_at<T>(x, next.row, column * kBlock);
         const int64_t index = static_cast<int64_t>(at.row) * at.blocks + column;
-        const uint64_t number = block_number(how.random, at.row, column);
+        const uint64_t first_number = block_number(how.random, at.row, column);
         uint32_t s_bytes = 0;
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
@@ -242,9 +224,13 @@ __global__ void __launch_bounds__(kThreads, S::kResident)
                                                     row.sixth, how.spec.scale_rounding);
           const float s_b = e4m3_value(s_bits), enc = row.block_encode(s_b);
           if (at.inside(group, column)) {
-            target.template store<mode>(block[b][group], s_bits, s_b, enc, source,
-                                        number + group * kGroupRows * how.random.width,
-                                        index + group * kGroupRows * static_cast<int64_t>(at.blocks));
+            const int64_t to = index + group * kGroupRows * static_cast<int64_t>(at.blocks);
+            const uint64_t number = first_number + group * kGroupRows * how.random.width;
+            if constexpr (kValues) {
+              block_values<mode>(block[b][group], s_b, enc, source, number).store(values + 2 * to);
+            } else {
+              reinterpret_cast<uint2*>(out.qdata)[to] = encode16<mode>(block[b][group], s_bits, enc, source, number);
+            }
             s_bytes |= static_cast<uint32_t>(s_bits) << (8 * group);
           }
           if constexpr (S::kHeld) load(next, from, b, group, column);  // in flight while the others are encoded
@@ -328,7 +314,7 @@ struct Request {
   const Matrix& x;
   const Quantization& how;
   Codes out;
-  Target<kValues> target;
+  uint4* values;
   Transform transform;
   cudaStream_t stream;
 
@@ -343,7 +329,7 @@ struct Request {
                                                   std::min<int64_t>(needed, clusters_at_a_time<kKernel>(shares.ranks)));
     const Launch launch(dim3(grid), shares.ranks, kThreads, 0, stream,
                         grid <= kFewBlocks ? Begins::kBeforePreviousEnds : Begins::kAfterPrevious);
-    cudaLaunchKernelEx(&launch.config, kKernel, x, how, transform, shares, out, target);
+    cudaLaunchKernelEx(&launch.config, kKernel, x, how, transform, shares, out, values);
   }
 
   // H200, us, 16384 rows of bfloat16 to nearest: 16384 and 14336 columns by two blocks a lane 222 and 217, by one (and
@@ -377,13 +363,13 @@ void launch_quantize_scaled_rows(const Matrix& x, const Quantization& how, const
     constexpr Fast kMode = mode.value;
     const auto sign = static_cast<uint32_t>(how.spec.hadamard_sign);
     if (values) {
-      Request<Bf16, kMode, true, Plain>{x, how, out, {static_cast<uint8_t*>(values)}, {}, stream}.launch_best();
+      Request<Bf16, kMode, true, Plain>{x, how, out, static_cast<uint4*>(values), {}, stream}.launch_best();
     } else if (how.spec.hadamard_sign >= 0) {
       const Transformed transform{HadamardFactors::from(sign)};
-      Request<Bf16, kMode, false, Transformed>{x, how, out, {out.qdata}, transform, stream}.launch_best();
+      Request<Bf16, kMode, false, Transformed>{x, how, out, nullptr, transform, stream}.launch_best();
     } else {
       for_dtype(x.dtype, [&](auto type) {
-        Request<decltype(type), kMode, false, Plain>{x, how, out, {out.qdata}, {}, stream}.launch_best();
+        Request<decltype(type), kMode, false, Plain>{x, how, out, nullptr, {}, stream}.launch_best();
       });
     }
   });
