@@ -70,6 +70,12 @@ inline std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
   return shape;
 }
 
+inline std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
+  return strides;
+}
+
 inline bool begins_on(const Tensor& t, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes == 0;
 }

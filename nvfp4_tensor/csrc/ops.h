@@ -38,8 +38,9 @@ using GradientTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
                                   int64_t stream, int64_t stream_t);
 
-Tensor matmul(const Tensor& x, const OptionalTensor& x_scale, const CodedTensors& w, const OptionalTensor& bias,
-              int64_t columns, bool across_blocks, ScalarType out_dtype);
+Tensor matmul(const Tensor& x, OptionalTensor x_scale, const Tensor& qdata, const Tensor& scale,
+              const Tensor& per_tensor_scale, OptionalTensor bias, int64_t columns, bool across_blocks,
+              ScalarType out_dtype);
 
 }  // namespace ops
 }  // namespace nvfp4

@@ -28,19 +28,16 @@ Tensor draw_rng_state(const Tensor& like);  // on its device
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> train_linear(const Tensor& x, OptionalTensor x_scale, const Tensor& w,
                                                                OptionalTensor bias, OptionalTensor rng_state,
                                                                int64_t spec, ScalarType out_dtype) {
-  const CodedTensors codes = ops::quantize(w, rng_state, spec, kWStream);
-  const Tensor y = ops::matmul(x, x_scale, codes, bias, x.size(x.dim() - 1), false, out_dtype);
-  const auto& [qdata, scale, factor] = codes;
+  const auto [qdata, scale, factor] = ops::quantize(w, rng_state, spec, kWStream);
+  const Tensor y = ops::matmul(x, x_scale, qdata, scale, factor, bias, x.size(x.dim() - 1), false, out_dtype);
   return {y, qdata, scale, factor};
 }
 
 // The memory of t, which is contiguous, in another shape; not by the dispatcher.
 inline Tensor with_shape(const Tensor& t, const std::vector<int64_t>& shape) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), static_cast<int64_t>(shape.size()), shape.data(),
-                                                        strides.data(), 0, &handle));
+                                                        contiguous_strides(shape).data(), 0, &handle));
   return Tensor(handle);
 }
 
@@ -62,10 +59,10 @@ inline ForwardTensors train_linear_forward(const Tensor& x, const Tensor& w, Opt
 // dx (M, columns) = values (M, N), which dy was rounded to, times w (N, columns).
 inline Tensor dgrad(Tensor values, const Tensor& factor, const CodedTensors& w, bool transposes_w, int64_t columns,
                     ScalarType dtype) {
-  if (!transposes_w) return ops::matmul(values, factor, w, std::nullopt, columns, true, dtype);
   const auto& [qdata, scale, w_factor] = w;
+  if (!transposes_w) return ops::matmul(values, factor, qdata, scale, w_factor, std::nullopt, columns, true, dtype);
   const auto [qdata_t, scale_t] = ops::transpose_codes(qdata, scale);
-  Tensor dx = ops::matmul(values, factor, {qdata_t, scale_t, w_factor}, std::nullopt, values.size(1), false, dtype);
+  Tensor dx = ops::matmul(values, factor, qdata_t, scale_t, w_factor, std::nullopt, values.size(1), false, dtype);
   return dx.size(1) == columns ? dx : torch::stable::contiguous(torch::stable::narrow(dx, 1, 0, columns));
 }
 
@@ -84,7 +81,7 @@ inline std::tuple<Tensor, Tensor> train_linear_backward(const Tensor& dy, Option
                                        : ops::quantize(*w, rng_state, spec_w, kWStream);
   const Tensor dx = dgrad(values, factor, codes, transposes_w, x_qdata.size(0), dx_dtype);
   values = Tensor();  // its memory may serve dw
-  const Tensor dw = ops::matmul(values_t, factor_t, {x_qdata, x_scale, x_per_tensor_scale}, std::nullopt,
+  const Tensor dw = ops::matmul(values_t, factor_t, x_qdata, x_scale, x_per_tensor_scale, std::nullopt,
                                 values_t.size(1), false, dw_dtype);
   return {dx, dw};
 }

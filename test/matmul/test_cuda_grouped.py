@@ -130,7 +130,7 @@ def test_experts_at_any_address(at_offset, tokens, offset):
 def test_scales_of_other_counts_are_refused():
     codes, scale = random_experts(2, 128, 256)
     x, offs = torch.randn(10, 256, device="cuda").bfloat16(), group_ends([4, 6])
-    for x_scale, factor, message in (((3,), (), "x_scale must be one"), ((), (5,), "takes per_tensor_scale")):
+    for x_scale, factor, message in (((3,), (), "x_scale must be one"), ((), (5,), "per_tensor_scale must be")):
         given = torch.ones(x_scale, device="cuda"), codes, scale, torch.ones(factor, device="cuda")
         with pytest.raises(RuntimeError, match=message):
             torch.ops.nvfp4.grouped_linear(x, *given, offs, x.dtype)

@@ -30,12 +30,10 @@ inline void ask_for_huge_pages(const torch::stable::Tensor& t) {
 
 // Bypasses the dispatcher: torch::stable::new_empty would take a third of a small quantize's time.
 inline torch::stable::Tensor empty(const std::vector<int64_t>& shape, torch::headeronly::ScalarType type) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), strides.data(), dtype,
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(int64_t(shape.size()), shape.data(), contiguous_strides(shape).data(),
+                                                  dtype, aoti_torch_device_type_cpu(), 0, &handle));
   const torch::stable::Tensor out(handle);
   ask_for_huge_pages(out);
   return out;

@@ -128,8 +128,12 @@ Product describe(const Tensor& x, const Tensor& qdata, const Tensor& scale, int6
   return p;
 }
 
-Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor& qdata, const Tensor& scale,
-              const Tensor& per_tensor_scale, std::optional<Tensor> bias, int64_t columns, bool transposed,
+}  // namespace
+
+namespace ops {
+
+Tensor matmul(const Tensor& x_given, OptionalTensor x_scale, const Tensor& qdata, const Tensor& scale,
+              const Tensor& per_tensor_scale, OptionalTensor bias, int64_t columns, bool transposed,
               ScalarType out_dtype) {
   if (!is_native(out_dtype)) {
     return torch::stable::to(
@@ -170,18 +174,8 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   return out;
 }
 
-}  // namespace
-
-namespace ops {
-
-Tensor matmul(const Tensor& x, const OptionalTensor& x_scale, const CodedTensors& w, const OptionalTensor& bias,
-              int64_t columns, bool across_blocks, ScalarType out_dtype) {
-  const auto& [qdata, scale, factor] = w;
-  return nvfp4::matmul(x, x_scale, qdata, scale, factor, bias, columns, across_blocks, out_dtype);
-}
-
 }  // namespace ops
 
-STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CPU, m) { m.impl("matmul", TORCH_BOX(&matmul)); }
+STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CPU, m) { m.impl("matmul", TORCH_BOX(&ops::matmul)); }
 
 }  // namespace nvfp4

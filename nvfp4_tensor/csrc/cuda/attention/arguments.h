@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "cuda/attention/attend.h"
+#include "cuda/host/machine.h"
 #include "cuda/host/tensors.h"
 
 namespace nvfp4 {
@@ -14,7 +15,7 @@ inline CodedRows coded_rows(const CodedHeads& heads) { return {heads.codes, head
 // Codes are copied 16 bytes at a time, and a view of a tensor may begin anywhere.
 inline void check_begin(const CodedHeads& heads, const char* name) {
   for (const uint8_t* const each : {heads.codes, heads.scales, heads.factors}) {
-    NVFP4_CHECK(reinterpret_cast<uintptr_t>(each) % 16 == 0, name,
+    NVFP4_CHECK(on_16_bytes(each), name,
                 ", its scales and its factors must begin on 16 bytes: clone() what is a part of a tensor");
   }
 }

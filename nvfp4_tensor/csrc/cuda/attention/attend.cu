@@ -109,30 +109,29 @@ int shared_bytes(const AttendCodes& p) {
   else return sizeof(CodesShared<kDim, kTiles>);
 }
 
+template <int n>
+constexpr std::integral_constant<int, n> kInt;
+
 // does(dim, tiles): of the kernel that serves; 0: the plain one.
 template <typename Does>
 auto for_kernel(const AttendCodes& p, Does does) {
-  const auto kernel = [&](auto dim, auto tiles) { return does(dim, tiles); };
-  using std::integral_constant;
   const int rows = p.rows();
-  if (!p.is_fast) return kernel(integral_constant<int, 0>{}, integral_constant<int, 2>{});
+  if (!p.is_fast) return does(kInt<0>, kInt<2>);
   if (p.key_size == 64) {
-    if (rows <= 4) return kernel(integral_constant<int, 64>{}, integral_constant<int, 1>{});
-    if (rows <= 8) return kernel(integral_constant<int, 64>{}, integral_constant<int, 2>{});
-    return kernel(integral_constant<int, 64>{}, integral_constant<int, 4>{});
+    if (rows <= 4) return does(kInt<64>, kInt<1>);
+    if (rows <= 8) return does(kInt<64>, kInt<2>);
+    return does(kInt<64>, kInt<4>);
   }
   if (p.key_size == 96) {
-    if (rows <= 4) return kernel(integral_constant<int, 96>{}, integral_constant<int, 1>{});
-    return kernel(integral_constant<int, 96>{}, integral_constant<int, 2>{});
+    if (rows <= 4) return does(kInt<96>, kInt<1>);
+    return does(kInt<96>, kInt<2>);
   }
   if (p.key_size == 128) {
-    if (rows <= 4) return kernel(integral_constant<int, 128>{}, integral_constant<int, 1>{});
-    return kernel(integral_constant<int, 128>{}, integral_constant<int, 2>{});
+    if (rows <= 4) return does(kInt<128>, kInt<1>);
+    return does(kInt<128>, kInt<2>);
   }
-  return kernel(integral_constant<int, 256>{}, integral_constant<int, 1>{});
+  return does(kInt<256>, kInt<1>);
 }
-
-int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <int kDim, int kTiles>
 int warps_of() {
@@ -145,7 +144,7 @@ int best_splits(int64_t units, int64_t slots, int64_t tiles, int64_t most) {
   int best = 1;
   int64_t least = INT64_MAX;
   for (int64_t splits = 1; splits <= most; ++splits) {
-    const int64_t time = ceil_of(units * splits, slots) * (ceil_of(tiles, splits) + kBlockCost);
+    const int64_t time = ceil_div(units * splits, slots) * (ceil_div(tiles, splits) + kBlockCost);
     if (time < least) least = time, best = static_cast<int>(splits);
   }
   return best;
@@ -154,17 +153,17 @@ int best_splits(int64_t units, int64_t slots, int64_t tiles, int64_t most) {
 template <int kDim, int kTiles>
 void plan(AttendCodes& p) {
   p.block_rows = std::min(4 * kTiles, p.rows());
-  p.passes = static_cast<int>(ceil_of(p.rows(), p.block_rows));
+  p.passes = static_cast<int>(ceil_div(p.rows(), p.block_rows));
   const int warps = warps_of<kDim, kTiles>(), bytes = shared_bytes<kDim, kTiles>(p);
   int resident = 1;
   if constexpr (kDim == 0) resident = resident_blocks<attend_plain_kernel>(warps * 32, bytes);
   else resident = resident_blocks<attend_codes_kernel<kDim, kTiles>>(warps * 32, bytes);
   const int64_t units = static_cast<int64_t>(p.batch) * p.kv_heads * p.passes;
   const int64_t slots = static_cast<int64_t>(this_machine().multiprocessors) * resident;
-  int64_t tiles = ceil_of(p.capacity, kCodeTile);
+  int64_t tiles = ceil_div(p.capacity, kCodeTile);
   if (p.window) tiles = std::min(tiles, (p.window + p.tokens) / kCodeTile + 2);
-  tiles += ceil_of(p.latest, kCodeTile) + ceil_of(p.front, kCodeTile);
-  p.splits = best_splits(units, slots, tiles, std::min<int64_t>(kMostSplits, ceil_of(tiles, warps)));
+  tiles += ceil_div(p.latest, kCodeTile) + ceil_div(p.front, kCodeTile);
+  p.splits = best_splits(units, slots, tiles, std::min<int64_t>(kMostSplits, ceil_div(tiles, warps)));
 }
 
 template <int kDim, int kTiles>

@@ -1,8 +1,6 @@
 // A tile of codes: copied to shared memory as it lies in memory, and a lane's part of it.
 #pragma once
 
-#include <cstddef>
-
 #include "cuda/attention/pairs.cuh"
 #include "cuda/attention/plain.cuh"
 

@@ -1,5 +1,6 @@
 // nvfp4.attend_codes and nvfp4.append_codes on CUDA: arguments checked, kernels launched.
 #include "cuda/attention/arguments.h"
+#include "cuda/host/scratch.h"
 
 namespace nvfp4 {
 namespace attention {
@@ -40,7 +41,7 @@ Tensor attend_codes(const Tensor& q, const Tensor& key_codes, const Tensor& key_
   p.capacity = narrow(a.keys.capacity, "tokens"), p.front = narrow(a.front, "tokens");
   p.latest = narrow(a.latest, "tokens");
   p.window = a.window, p.scale = a.scale, p.softcap = a.softcap, p.is_rotated = a.is_rotated, p.is_settled = settled;
-  Scratch scratch(q);
+  RawScratch scratch;
   p.partial = nullptr;
   const int64_t floats = plan_attend_codes(p);
   NVFP4_CHECK(p.batch <= 65535 && static_cast<int64_t>(p.kv_heads) * p.passes <= 65535,

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) gated_any_kernel(const __grid_consta
 
 template <typename T>
 void launch(const Gated& p, cudaStream_t stream) {
-  const bool aligned = p.columns % 8 == 0 && reinterpret_cast<uintptr_t>(p.gate_up) % 16 == 0;
+  const bool aligned = p.columns % 8 == 0 && on_16_bytes(p.gate_up);
   const int each = kThreads * (aligned ? 8 : 1);
   const dim3 grid(static_cast<unsigned>(p.rows), (p.columns + each - 1) / each);
   const Launch launch(grid, 1, kThreads, 0, stream, Begins::kBeforePreviousEnds);

@@ -5,6 +5,7 @@
 #include "cuda/attention/arguments.h"
 #include "cuda/generation/ops.h"
 #include "cuda/generation/step.h"
+#include "cuda/host/scratch.h"
 #include "cuda/host/tensors.h"
 
 namespace nvfp4 {
@@ -219,7 +220,7 @@ Tensor attend_one(const Tensor& qkv, std::optional<Tensor> q_norm, std::optional
   p.scaling = static_cast<float>(scaling), p.softcap = static_cast<float>(softcap);
   Tensor out = empty({p.batch, heads * p.dim}, qkv.scalar_type(), qkv);
   p.out = out.mutable_data_ptr();
-  Scratch scratch(qkv);
+  RawScratch scratch;
   const int64_t floats = plan_attend(p);
   if (floats > 0) p.partial = static_cast<float*>(scratch(floats * 4));
   launch_attend(p, current_stream(qkv));

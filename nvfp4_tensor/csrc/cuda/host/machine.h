@@ -14,6 +14,11 @@ struct Machine {
 // launches are then those of a smaller device. Nothing else asks CUDA for these limits.
 const Machine& this_machine();
 
+// Whether loads of 16 bytes, and TMA, take rows that begin at `data` and so many bytes apart.
+inline bool on_16_bytes(const void* data, int64_t row_bytes = 0) {
+  return (reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(row_bytes)) % 16 == 0;
+}
+
 // Lets a kernel have so much dynamic shared memory, if the device (or the one pretended) has it; else launches fail.
 void allow_shared_bytes(const void* kernel, int bytes);
 

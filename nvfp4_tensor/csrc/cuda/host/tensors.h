@@ -53,30 +53,13 @@ struct CudaRows : Rows {
 // Contiguous, on the device of `like`. On CUDA this is the dispatcher still: 0.8 us, and 0.2 to free it. Results in one
 // allocation would take 5 of the 16 us of six results, but those of a functional op may not share a storage.
 inline Tensor empty(const std::vector<int64_t>& shape, ScalarType type, const Tensor& like) {
-  std::vector<int64_t> strides(shape.size(), 1);
-  for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(shape[i], 1);
   const int32_t dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
-                                                  dtype, aoti_torch_device_type_cuda(), like.get_device_index(),
-                                                  &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                  contiguous_strides(shape).data(), dtype,
+                                                  aoti_torch_device_type_cuda(), like.get_device_index(), &handle));
   return Tensor(handle);
 }
-
-// Memory of a size that only what needs it knows: std::function<void*(int64_t)>. Null for no bytes.
-class Scratch {
- public:
-  explicit Scratch(const Tensor& like) : like_(like) {}
-  void* operator()(int64_t bytes) {
-    if (bytes == 0) return nullptr;
-    held_ = empty({bytes}, ScalarType::Byte, like_);
-    return held_.mutable_data_ptr();
-  }
-
- private:
-  const Tensor& like_;
-  Tensor held_;
-};
 
 // Codes and scales for the kernels that decode them. A block of codes has 8 bytes, so a view of whole rows always fits;
 // those that load 16 bytes of codes look at the address themselves.

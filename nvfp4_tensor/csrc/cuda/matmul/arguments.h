@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <optional>
 #include <vector>
 
 #include "cuda/host/tensors.h"
@@ -64,10 +63,9 @@ inline void check_weight(const Problem& p, const Tensor& x, const Tensor& qdata,
   check_beside(qdata, "qdata", x);
   check_beside(per_tensor_scale, "per_tensor_scale", x);
   const int64_t rows = check_coded(qdata, scale, columns).rows, factors = per_tensor_scale.numel();
-  NVFP4_CHECK(rows < INT32_MAX, "nvfp4::matmul: more than 2^31 - 1 rows of weights");
+  NVFP4_CHECK(rows < INT32_MAX, "more than 2^31 - 1 rows of weights");
   NVFP4_CHECK(factors == 1 || factors == p.experts || factors == rows,
-              "nvfp4::matmul takes per_tensor_scale 0-d, (E, 1) or one per row of w, not ", factors, " for ", rows,
-              " rows");
+              "per_tensor_scale must be 0-d, (E, 1) or one per row of w, not ", factors, " for ", rows, " rows");
 }
 
 // x as the kernels take it: rows at any distance, their elements together.
@@ -78,6 +76,13 @@ inline Tensor place_x(Problem& p, const Tensor& given) {
   p.x_dtype = dtype_of(x.scalar_type(), "x");
   p.x_row = rows_fit && p.M > 1 ? x.stride(0) : p.K;
   return x;
+}
+
+inline Tensor place_x_scale(Problem& p, const Tensor& x, const Tensor& scale) {
+  const Tensor factor = factors_of(scale, "x_scale", p.rows, x);
+  p.x_scale = static_cast<const float*>(factor.const_data_ptr());
+  p.x_scale_step = factor.numel() > 1;
+  return factor;
 }
 
 inline void place_codes(Problem& p, const Tensor& codes, const Tensor& scales) {

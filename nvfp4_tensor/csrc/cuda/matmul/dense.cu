@@ -116,7 +116,6 @@ struct Shape {
 };
 
 constexpr uint32_t kAllocated = 256;  // bytes to which w and y are aligned, as cuBLASLt assumes of all
-constexpr uintptr_t kAligned = 16;    // what kernels ask for at most
 
 __device__ const float kZero = 0;
 
@@ -188,8 +187,6 @@ const Product* product_of(const Problem& p, Sum sum) {
   return product.fits() ? &product : nullptr;
 }
 
-bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kAligned == 0; }
-
 __global__ void multiply_scales(const float* w_scale, const float* x_scale, int count, float* alpha) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < count) alpha[i] = __fmul_rn(w_scale[i], *x_scale);
@@ -199,10 +196,10 @@ __global__ void multiply_scales(const float* w_scale, const float* x_scale, int 
 
 bool fits_matmul_dense(const Problem& p, Sum sum) {
   if (p.x_dtype == Dtype::kFloat || p.y_dtype != p.x_dtype || p.experts != 1 || p.offs || p.K == 0) return false;
-  if (!p.w_scale || (p.w_scale_step && !is_aligned(p.w_scale)) || (p.x_scale && p.x_scale_step)) return false;
+  if (!p.w_scale || (p.w_scale_step && !on_16_bytes(p.w_scale)) || (p.x_scale && p.x_scale_step)) return false;
   // Where rows are not aligned, cuBLASLt's kernels round before they add a bias too (17 columns on an H200).
-  const bool rows_are_aligned = is_aligned(p.x) && p.x_row % 8 == 0 && p.N % 8 == 0 && p.K % 8 == 0;
-  const bool is_vector = p.bias_dtype == p.y_dtype && p.bias_column == 1 && p.bias_row == 0 && is_aligned(p.bias);
+  const bool rows_are_aligned = on_16_bytes(p.x) && p.x_row % 8 == 0 && p.N % 8 == 0 && p.K % 8 == 0;
+  const bool is_vector = p.bias_dtype == p.y_dtype && p.bias_column == 1 && p.bias_row == 0 && on_16_bytes(p.bias);
   if (p.bias && !(is_vector && rows_are_aligned)) return false;
   return Library::found() && product_of(p, sum);
 }

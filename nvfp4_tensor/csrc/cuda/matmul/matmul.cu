@@ -40,13 +40,6 @@ std::vector<int64_t> product_shape(const Tensor& x, int64_t inner, int64_t outer
   return with_last(x, outer);
 }
 
-Tensor place_x_scale(Problem& p, const Tensor& x, const Tensor& scale) {
-  const Tensor factor = factors_of(scale, "x_scale", p.rows, x);
-  p.x_scale = static_cast<const float*>(factor.const_data_ptr());
-  p.x_scale_step = factor.numel() > 1;
-  return factor;
-}
-
 // Why none of the kernels that decode w as they go is asked; null where they are.
 const char* why_decoded(const Problem& p, bool transposed) {
   return transposed                   ? "x w, across the rows of w"
@@ -158,8 +151,27 @@ void decoded_product(Problem p, const Tensor& x, const Tensor& qdata, const Tens
   check_launched("nvfp4::matmul");
 }
 
-Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor& qdata, const Tensor& scale,
-              const Tensor& per_tensor_scale, std::optional<Tensor> bias, int64_t columns, bool transposed,
+__global__ void finish_kernel(const __grid_constant__ Problem p, const float* sums) {
+  const int64_t all = static_cast<int64_t>(p.experts) * p.M * p.N;
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
+       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const int n = static_cast<int>(i % p.N);
+    const int64_t row = i / p.N;
+    store_rounded(p.y, p.y_dtype, i, finish(p, static_cast<int>(row / p.M), static_cast<int>(row % p.M), n, sums[i]));
+  }
+}
+
+}  // namespace
+
+void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stream) {
+  const int64_t all = static_cast<int64_t>(p.experts) * p.M * p.N;
+  finish_kernel<<<grid_of(8, (all + 255) / 256), 256, 0, stream>>>(p, sums);
+}
+
+namespace ops {
+
+Tensor matmul(const Tensor& x_given, OptionalTensor x_scale, const Tensor& qdata, const Tensor& scale,
+              const Tensor& per_tensor_scale, OptionalTensor bias, int64_t columns, bool transposed,
               ScalarType out_dtype) {
   NVFP4_CHECK(qdata.dim() == 2 || qdata.dim() == 3, "nvfp4::matmul takes qdata (N, K/2) or (E, N, K/2)");
   const bool batched = qdata.dim() == 3;
@@ -192,33 +204,8 @@ Tensor matmul(const Tensor& x_given, std::optional<Tensor> x_scale, const Tensor
   return y;
 }
 
-__global__ void finish_kernel(const __grid_constant__ Problem p, const float* sums) {
-  const int64_t all = static_cast<int64_t>(p.experts) * p.M * p.N;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < all;
-       i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int n = static_cast<int>(i % p.N);
-    const int64_t row = i / p.N;
-    store_rounded(p.y, p.y_dtype, i, finish(p, static_cast<int>(row / p.M), static_cast<int>(row % p.M), n, sums[i]));
-  }
-}
-
-}  // namespace
-
-void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stream) {
-  const int64_t all = static_cast<int64_t>(p.experts) * p.M * p.N;
-  finish_kernel<<<grid_of(8, (all + 255) / 256), 256, 0, stream>>>(p, sums);
-}
-
-namespace ops {
-
-Tensor matmul(const Tensor& x, const OptionalTensor& x_scale, const CodedTensors& w, const OptionalTensor& bias,
-              int64_t columns, bool across_blocks, ScalarType out_dtype) {
-  const auto& [qdata, scale, factor] = w;
-  return nvfp4::matmul(x, x_scale, qdata, scale, factor, bias, columns, across_blocks, out_dtype);
-}
-
 }  // namespace ops
 
-STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) { m.impl("matmul", TORCH_BOX(&matmul)); }
+STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) { m.impl("matmul", TORCH_BOX(&ops::matmul)); }
 
 }  // namespace nvfp4

@@ -360,8 +360,6 @@ void launch_with(const AdamwStep& a, cudaStream_t stream) {
   }
 }
 
-bool on_16_bytes(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
 }  // namespace
 
 void launch_adamw(const AdamwStep& a, cudaStream_t stream) {

@@ -5,19 +5,15 @@ namespace nvfp4 {
 
 bool fits_matmul_few_rows_sm90(const Problem& p) {
   using namespace few_rows_sm90;
-  const auto aligned = [](const void* data, int64_t row_bytes) {
-    return (reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(row_bytes)) % 16 == 0;
-  };
   const Machine& machine = this_machine();
   return machine.capability >= 90 && machine.shared_bytes >= std::max(UpTo8::kSharedBytes, UpTo16::kSharedBytes) &&
          p.N % 128 == 0 && p.K % 8 == 0 && p.Kp % 64 == 0 && p.Kp <= kMostBlocksInCluster * kWarps * UpTo16::kSlice &&
-         aligned(p.x, p.x_row * 2) && aligned(p.codes, p.code_row) && aligned(p.scales, p.scale_band) &&
+         on_16_bytes(p.x, p.x_row * 2) && on_16_bytes(p.codes, p.code_row) && on_16_bytes(p.scales, p.scale_band) &&
          tensor_map_encoder() != nullptr;
 }
 
 bool fits_matmul_sets_sm90(const Problem* sets, int count, const Fused& fused) {
   using namespace few_rows_sm90;
-  const auto at = [](const void* t) { return reinterpret_cast<uintptr_t>(t); };
   if (count < 1 || count > kMostSets) return false;
   for (int i = 0; i < count; ++i) {
     const bool is_alike = sets[i].some_m > 8 || are_short(sets[i]) == are_short(sets[0]);
@@ -25,7 +21,7 @@ bool fits_matmul_sets_sm90(const Problem* sets, int count, const Fused& fused) {
   }
   if (fused.normed) {
     const int slice = are_short(*sets) ? kSliceOf16Rows : kSliceOf8Rows;
-    const bool aligned = (at(fused.residual) | at(fused.norm) | at(fused.sum)) % 16 == 0;
+    const bool aligned = on_16_bytes(fused.residual) && on_16_bytes(fused.norm) && on_16_bytes(fused.sum);
     const bool compiled = count != 2 || fused.gated;  // no model norms x for two weights and no gate
     if (!compiled || !aligned || sets->some_m > 8 || Split::of(sets->Kp, slice).cluster > 1) return false;
   }
