@@ -2,25 +2,22 @@
 // section 12).
 #pragma once
 
-#include <string>
-
 #include "arguments.h"
 #include "numerics/adamw.h"
 
 namespace nvfp4::optimizer {
 
-inline Dtype weight_dtype(const Tensor& weight) {
-  NVFP4_CHECK(weight.scalar_type() == ScalarType::BFloat16 || weight.scalar_type() == ScalarType::Float,
-              "weight must be bfloat16 or float32, not ", weight.scalar_type());
-  NVFP4_CHECK(weight.is_contiguous() && begins_on(weight, weight.element_size()),
-              "weight must be contiguous, since it is updated in place");
-  return weight.scalar_type() == ScalarType::Float ? Dtype::kFloat : Dtype::kBf16;
+inline Dtype dtype_of_step(const Tensor& t, const char* name) {
+  NVFP4_CHECK(t.scalar_type() == ScalarType::BFloat16 || t.scalar_type() == ScalarType::Float, name,
+              " must be bfloat16 or float32, not ", t.scalar_type());
+  return t.scalar_type() == ScalarType::Float ? Dtype::kFloat : Dtype::kBf16;
 }
 
-inline Dtype grad_dtype(const Tensor& grad) {
-  NVFP4_CHECK(grad.scalar_type() == ScalarType::BFloat16 || grad.scalar_type() == ScalarType::Float,
-              "grad must be bfloat16 or float32, not ", grad.scalar_type());
-  return grad.scalar_type() == ScalarType::Float ? Dtype::kFloat : Dtype::kBf16;
+inline Dtype weight_dtype(const Tensor& weight) {
+  const Dtype dtype = dtype_of_step(weight, "weight");
+  NVFP4_CHECK(weight.is_contiguous() && begins_on(weight, weight.element_size()),
+              "weight must be contiguous, since it is updated in place");
+  return dtype;
 }
 
 inline const float* numbers_of(const Tensor& hyper, const Tensor& grad) {
@@ -55,7 +52,7 @@ struct Step {
     check_beside(given, "grad", shaped, "weight");
     grad = in_order(given);
     AdamwStep& a = arguments;
-    a.grad_dtype = grad_dtype(given);
+    a.grad_dtype = dtype_of_step(given, "grad");
     a.grad = grad.const_data_ptr();
     a.rows = given.size(0), a.columns = given.size(1), a.blocks = ceil_div(a.columns, kBlock);
     a.r = bytes_in_place(r, "r", a.rows, a.blocks * 8, 8, given);
@@ -83,7 +80,7 @@ struct VectorArguments {
     VectorStep& a = arguments;
     a.weight_dtype = weight_dtype(weight);
     a.weight = const_cast<void*>(weight.const_data_ptr());
-    a.grad_dtype = grad_dtype(given);
+    a.grad_dtype = dtype_of_step(given, "grad");
     a.grad = grad.const_data_ptr();
     a.count = given.size(0);
     a.m = moment(m, "exp_avg", given), a.v = moment(v, "exp_avg_sq", given);
@@ -121,5 +118,33 @@ struct CodedWeight {
     per_tensor_scale = static_cast<const float*>(factor.const_data_ptr());
   }
 };
+
+// The ops. Each library has its own of these two, which run a step on the device of `weight`.
+void run(const AdamwStep& step, const Tensor& weight);
+void run(const VectorStep& step, const Tensor& weight);
+
+inline void adamw_step(const Tensor& weight, const Tensor& grad, const Tensor& r, const Tensor& r_scale,
+                       const Tensor& v, const Tensor& v_exponent, const Tensor& hyper, const Tensor& rng_state,
+                       int64_t row0) {
+  Step step(weight, grad, r, r_scale, v, v_exponent, hyper, rng_state, row0);
+  step.arguments.weight_dtype = weight_dtype(weight);
+  step.arguments.weight = const_cast<void*>(weight.const_data_ptr());
+  run(step.arguments, weight);
+}
+
+inline void adamw_step_codes(const Tensor& qdata, const Tensor& scale, const Tensor& per_tensor_scale,
+                             const Tensor& grad, const Tensor& r, const Tensor& r_scale, const Tensor& v,
+                             const Tensor& v_exponent, const Tensor& hyper, const Tensor& rng_state, int64_t row0) {
+  Step step(grad, grad, r, r_scale, v, v_exponent, hyper, rng_state, row0);
+  AdamwStep& a = step.arguments;
+  const CodedWeight w(qdata, scale, per_tensor_scale, a.columns, grad);
+  a.weight = w.qdata, a.scale = w.scale, a.per_tensor_scale = w.per_tensor_scale;
+  run(a, qdata);
+}
+
+inline void adamw_step_vector(const Tensor& weight, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+                              const Tensor& hyper, const Tensor& rng_state, int64_t element0) {
+  run(VectorArguments(weight, grad, exp_avg, exp_avg_sq, hyper, rng_state, element0).arguments, weight);
+}
 
 }  // namespace nvfp4::optimizer

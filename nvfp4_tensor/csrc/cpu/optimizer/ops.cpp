@@ -11,36 +11,6 @@ namespace {
 constexpr int64_t kGroupsPerThread = 64;      // 16,384 elements, some 20 us
 constexpr int64_t kElementsPerThread = 1024;  // of float32 moments, as long
 
-void run(const AdamwStep& a) {
-  const int64_t blocks = a.rows * a.blocks, groups = ceil_div(blocks, kGroupBlocks);
-  const auto work = [&](int64_t begin, int64_t end) {
-    instruction_set().compiled.optimizer.step(a, begin * kGroupBlocks, std::min(end * kGroupBlocks, blocks));
-  };
-  if (groups <= kGroupsPerThread) {
-    if (groups) work(0, groups);
-  } else {
-    torch::stable::parallel_for(0, groups, kGroupsPerThread, work);
-  }
-}
-
-void adamw_step(const Tensor& weight, const Tensor& grad, const Tensor& r, const Tensor& r_scale, const Tensor& v,
-                const Tensor& v_exponent, const Tensor& hyper, const Tensor& rng_state, int64_t row0) {
-  optimizer::Step step(weight, grad, r, r_scale, v, v_exponent, hyper, rng_state, row0);
-  step.arguments.weight_dtype = optimizer::weight_dtype(weight);
-  step.arguments.weight = const_cast<void*>(weight.const_data_ptr());
-  run(step.arguments);
-}
-
-void adamw_step_codes(const Tensor& qdata, const Tensor& scale, const Tensor& per_tensor_scale, const Tensor& grad,
-                      const Tensor& r, const Tensor& r_scale, const Tensor& v, const Tensor& v_exponent,
-                      const Tensor& hyper, const Tensor& rng_state, int64_t row0) {
-  optimizer::Step step(grad, grad, r, r_scale, v, v_exponent, hyper, rng_state, row0);
-  const optimizer::CodedWeight w(qdata, scale, per_tensor_scale, step.arguments.columns, grad);
-  step.arguments.weight = w.qdata, step.arguments.scale = w.scale;
-  step.arguments.per_tensor_scale = w.per_tensor_scale;
-  run(step.arguments);
-}
-
 template <typename G, typename W>
 void step_elements(const VectorStep& a, int64_t begin, int64_t end) {
   const float* h = a.hyper;
@@ -62,10 +32,23 @@ void step_elements(const VectorStep& a, int64_t begin, int64_t end) {
   }
 }
 
-void adamw_step_vector(const Tensor& weight, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq,
-                       const Tensor& hyper, const Tensor& rng_state, int64_t element0) {
-  const optimizer::VectorArguments step(weight, grad, exp_avg, exp_avg_sq, hyper, rng_state, element0);
-  const VectorStep& a = step.arguments;
+}  // namespace
+
+namespace optimizer {
+
+void run(const AdamwStep& a, const Tensor&) {
+  const int64_t blocks = a.rows * a.blocks, groups = ceil_div(blocks, kGroupBlocks);
+  const auto work = [&](int64_t begin, int64_t end) {
+    instruction_set().compiled.optimizer.step(a, begin * kGroupBlocks, std::min(end * kGroupBlocks, blocks));
+  };
+  if (groups <= kGroupsPerThread) {
+    if (groups) work(0, groups);
+  } else {
+    torch::stable::parallel_for(0, groups, kGroupsPerThread, work);
+  }
+}
+
+void run(const VectorStep& a, const Tensor&) {
   const bool float_grad = a.grad_dtype == Dtype::kFloat, float_weight = a.weight_dtype == Dtype::kFloat;
   const auto steps = float_grad     ? float_weight ? step_elements<float, float> : step_elements<float, uint16_t>
                      : float_weight ? step_elements<uint16_t, float>
@@ -78,12 +61,12 @@ void adamw_step_vector(const Tensor& weight, const Tensor& grad, const Tensor& e
   }
 }
 
-}  // namespace
+}  // namespace optimizer
 
 STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CPU, m) {
-  m.impl("adamw_step", TORCH_BOX(&adamw_step));
-  m.impl("adamw_step_codes", TORCH_BOX(&adamw_step_codes));
-  m.impl("adamw_step_vector", TORCH_BOX(&adamw_step_vector));
+  m.impl("adamw_step", TORCH_BOX(&optimizer::adamw_step));
+  m.impl("adamw_step_codes", TORCH_BOX(&optimizer::adamw_step_codes));
+  m.impl("adamw_step_vector", TORCH_BOX(&optimizer::adamw_step_vector));
 }
 
 }  // namespace nvfp4
