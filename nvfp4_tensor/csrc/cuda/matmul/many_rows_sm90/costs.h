@@ -36,6 +36,7 @@ inline constexpr int kPermutedPerCycle = 1000;  // elements of x
 // A kernel, by its tile of y, and what a stage of 128 elements of K takes of it.
 struct ManyRowsKernel {
   int rows, tokens;  // of w and of x
+  int stages;        // in flight
   X x;
   Tiles tiles;
   int stage_cycles;
@@ -53,25 +54,25 @@ struct ManyRowsKernel {
 // warpgroup is kept from the one while another does the other. So what counts is instructions: 190 a warp and stage
 // where x is permuted, 120 of them to decode, 310 where it lies as it is.
 inline constexpr ManyRowsKernel kManyRowsKernels[] = {
-    {256, 32, X::kPermutedBefore, Tiles::kInRuns, 1260, true},
-    {256, 64, X::kPermutedBefore, Tiles::kInRuns, 1445, true},
-    {128, 96, X::kPermutedBefore, Tiles::kInRuns, 1110, false},
-    {128, 128, X::kPermutedBefore, Tiles::kInRuns, 1250, false},
-    {128, 160, X::kPermutedBefore, Tiles::kInRuns, 1400, false},
-    {128, 192, X::kAsItLies, Tiles::kInRuns, 1885, true},
-    {128, 256, X::kAsItLies, Tiles::kInRuns, 2090, true},
-    {128, 16, X::kPermutedInCopy, Tiles::kShared, 610, false},
-    {256, 16, X::kPermutedInCopy, Tiles::kShared, 1150, false},
-    {128, 32, X::kPermutedInCopy, Tiles::kShared, 760, false},
-    {256, 32, X::kPermutedBefore, Tiles::kShared, 1090, false},
-    {128, 64, X::kPermutedBefore, Tiles::kShared, 920, false},
-    {256, 64, X::kPermutedBefore, Tiles::kShared, 1375, false},
-    {128, 96, X::kPermutedBefore, Tiles::kShared, 1150, false},
-    {128, 128, X::kAsItLies, Tiles::kShared, 1515, false},
-    {128, 128, X::kPermutedBefore, Tiles::kShared, 1290, false},
-    {128, 160, X::kPermutedBefore, Tiles::kShared, 1490, false},
-    {128, 192, X::kAsItLies, Tiles::kShared, 1925, false},
-    {128, 256, X::kAsItLies, Tiles::kShared, 2270, false},
+    {256, 32, 7, X::kPermutedBefore, Tiles::kInRuns, 1260, true},
+    {256, 64, 6, X::kPermutedBefore, Tiles::kInRuns, 1445, true},
+    {128, 96, 6, X::kPermutedBefore, Tiles::kInRuns, 1110, false},
+    {128, 128, 5, X::kPermutedBefore, Tiles::kInRuns, 1250, false},
+    {128, 160, 4, X::kPermutedBefore, Tiles::kInRuns, 1400, false},
+    {128, 192, 3, X::kAsItLies, Tiles::kInRuns, 1885, true},
+    {128, 256, 3, X::kAsItLies, Tiles::kInRuns, 2090, true},
+    {128, 16, 12, X::kPermutedInCopy, Tiles::kShared, 610, false},
+    {256, 16, 8, X::kPermutedInCopy, Tiles::kShared, 1150, false},
+    {128, 32, 12, X::kPermutedInCopy, Tiles::kShared, 760, false},
+    {256, 32, 7, X::kPermutedBefore, Tiles::kShared, 1090, false},
+    {128, 64, 8, X::kPermutedBefore, Tiles::kShared, 920, false},
+    {256, 64, 6, X::kPermutedBefore, Tiles::kShared, 1375, false},
+    {128, 96, 6, X::kPermutedBefore, Tiles::kShared, 1150, false},
+    {128, 128, 5, X::kAsItLies, Tiles::kShared, 1515, false},
+    {128, 128, 5, X::kPermutedBefore, Tiles::kShared, 1290, false},
+    {128, 160, 4, X::kPermutedBefore, Tiles::kShared, 1490, false},
+    {128, 192, 3, X::kAsItLies, Tiles::kShared, 1925, false},
+    {128, 256, 3, X::kAsItLies, Tiles::kShared, 2270, false},
 };
 inline constexpr int kManyRowsKernelCount = sizeof kManyRowsKernels / sizeof kManyRowsKernels[0];
 

@@ -61,7 +61,7 @@ namespace many_rows {
 
 constexpr int kPermutingCopiers = 4;  // warps
 
-template <int kTokens_, int kRowGroups_, int kStages_, X kX_, Tiles kTiles = Tiles::kInRuns>
+template <int kTokens_, int kRowGroups_, int kStages_, X kX_, Tiles kTiles>
 struct Shape {
   static constexpr X kX = kX_;
   static constexpr bool kPermuted = kX != X::kAsItLies, kInCopy = kX == X::kPermutedInCopy;

@@ -1,7 +1,8 @@
 // Which shape of Hopper's many-rows kernel serves a problem, and the tensor maps that it copies by.
-#include <algorithm>
+#include <array>
 #include <atomic>
 #include <random>
+#include <utility>
 
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_map.h"
@@ -11,8 +12,6 @@
 namespace nvfp4 {
 namespace many_rows {
 namespace {
-
-bool x_is_aligned(const Problem& p) { return (reinterpret_cast<uintptr_t>(p.x) | (p.x_row * 2)) % 16 == 0; }
 
 // Unlike anything that memory holds by chance, and never the same twice.
 uint64_t launch_number() {
@@ -59,74 +58,33 @@ void launch(const Problem& p, const Plan& plan, uint8_t* scratch, cudaStream_t s
   cudaLaunchKernelEx(&launch.config, kernel, p, x, codes, y, work);
 }
 
-enum class Serves { kProducts, kGroupsToo };
+using LaunchOf = void (*)(const Problem&, const Plan&, uint8_t*, cudaStream_t);
+using Launches = std::array<LaunchOf, 2>;  // of bfloat16, of float16
 
-struct Kernel {
-  int rows, tokens;
-  X x;
-  Tiles tiles;
-  void (*launch[2][2])(const Problem&, const Plan&, uint8_t*, cudaStream_t);  // of groups or not; bf16, fp16
-
-  template <typename S, Serves kServes = Serves::kProducts>
-  static constexpr Kernel of() {
-    using Bf16 = __nv_bfloat16;
-    Kernel kernel = {S::kRows,
-                     S::kTokens,
-                     S::kX,
-                     S::kShared ? Tiles::kShared : Tiles::kInRuns,
-                     {{many_rows::launch<Bf16, S, false>, many_rows::launch<__half, S, false>}, {}}};
-    if constexpr (kServes == Serves::kGroupsToo) {
-      kernel.launch[1][0] = many_rows::launch<Bf16, S, true>;
-      kernel.launch[1][1] = many_rows::launch<__half, S, true>;
-    }
-    return kernel;
+template <bool kGrouped, int kKernel>
+constexpr Launches launches() {
+  constexpr costs::ManyRowsKernel k = costs::kManyRowsKernels[kKernel];
+  if constexpr (kGrouped && !k.for_groups) {
+    return {};
+  } else {
+    using S = Shape<k.tokens, k.rows / 64, k.stages, k.x, k.tiles>;
+    return {many_rows::launch<__nv_bfloat16, S, kGrouped>, many_rows::launch<__half, S, kGrouped>};
   }
-};
-
-// In the order of costs::kManyRowsKernels, by whose index a plan names its kernel.
-constexpr Kernel kKernels[] = {
-    Kernel::of<Shape<32, 4, 7, X::kPermutedBefore>, Serves::kGroupsToo>(),
-    Kernel::of<Shape<64, 4, 6, X::kPermutedBefore>, Serves::kGroupsToo>(),
-    Kernel::of<Shape<96, 2, 6, X::kPermutedBefore>>(),
-    Kernel::of<Shape<128, 2, 5, X::kPermutedBefore>>(),
-    Kernel::of<Shape<160, 2, 4, X::kPermutedBefore>>(),
-    Kernel::of<Shape<192, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(),
-    Kernel::of<Shape<256, 2, 3, X::kAsItLies>, Serves::kGroupsToo>(),
-    Kernel::of<Shape<16, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(),
-    Kernel::of<Shape<16, 4, 8, X::kPermutedInCopy, Tiles::kShared>>(),
-    Kernel::of<Shape<32, 2, 12, X::kPermutedInCopy, Tiles::kShared>>(),
-    Kernel::of<Shape<32, 4, 7, X::kPermutedBefore, Tiles::kShared>>(),
-    Kernel::of<Shape<64, 2, 8, X::kPermutedBefore, Tiles::kShared>>(),
-    Kernel::of<Shape<64, 4, 6, X::kPermutedBefore, Tiles::kShared>>(),
-    Kernel::of<Shape<96, 2, 6, X::kPermutedBefore, Tiles::kShared>>(),
-    Kernel::of<Shape<128, 2, 5, X::kAsItLies, Tiles::kShared>>(),
-    Kernel::of<Shape<128, 2, 5, X::kPermutedBefore, Tiles::kShared>>(),
-    Kernel::of<Shape<160, 2, 4, X::kPermutedBefore, Tiles::kShared>>(),
-    Kernel::of<Shape<192, 2, 3, X::kAsItLies, Tiles::kShared>>(),
-    Kernel::of<Shape<256, 2, 3, X::kAsItLies, Tiles::kShared>>(),
-};
-
-constexpr bool are_those_of_the_costs() {
-  for (int i = 0; i < costs::kManyRowsKernelCount; ++i) {
-    const costs::ManyRowsKernel& costed = costs::kManyRowsKernels[i];
-    const Kernel& kernel = kKernels[i];
-    if (kernel.rows != costed.rows || kernel.tokens != costed.tokens || kernel.x != costed.x ||
-        kernel.tiles != costed.tiles || (kernel.launch[1][0] != nullptr) != costed.for_groups) {
-      return false;
-    }
-  }
-  return sizeof kKernels / sizeof kKernels[0] == costs::kManyRowsKernelCount;
 }
-static_assert(are_those_of_the_costs(), "costs.h has the cost of each kernel here, in the same order");
+
+// Of all kernels, by whose index in the costs a plan names its own.
+template <bool kGrouped, int... kKernels>
+constexpr std::array<Launches, sizeof...(kKernels)> all_launches(std::integer_sequence<int, kKernels...>) {
+  return {launches<kGrouped, kKernels>()...};
+}
+constexpr auto kIndices = std::make_integer_sequence<int, costs::kManyRowsKernelCount>();
+constexpr auto kLaunches = all_launches<false>(kIndices), kLaunchesOfGroups = all_launches<true>(kIndices);
 
 }  // namespace
 }  // namespace many_rows
 
 bool fits_matmul_many_rows(const Problem& p) {
-  const auto aligned = [](const void* data, int64_t row_bytes) {
-    return (reinterpret_cast<uintptr_t>(data) | static_cast<uintptr_t>(row_bytes)) % 16 == 0;
-  };
-  return this_machine().capability == 90 && aligned(p.codes, p.code_row) && aligned(p.scales, p.scale_band) &&
+  return this_machine().capability == 90 && on_16_bytes(p.codes, p.code_row) && on_16_bytes(p.scales, p.scale_band) &&
          tensor_map_encoder() != nullptr;
 }
 
@@ -134,11 +92,11 @@ void launch_matmul_many_rows(const Problem& given, const many_rows::PlannedKerne
                              const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
   using namespace many_rows;
   const Plan& plan = planned.plan;
-  const Kernel& kernel = kKernels[planned.kernel];
+  const X x_order = planned.its().x;
   Problem p = given;
   const int columns = ceil_quotient(p.K, kStageK) * kStageK;
-  const bool before = kernel.x == X::kPermutedBefore, in_copy = kernel.x == X::kPermutedInCopy;
-  const bool moves_x = before || !x_is_aligned(p) || (in_copy && p.K % 8 != 0);
+  const bool before = x_order == X::kPermutedBefore, in_copy = x_order == X::kPermutedInCopy;
+  const bool moves_x = before || !on_16_bytes(p.x, p.x_row * 2) || (in_copy && p.K % 8 != 0);
   uint8_t* const at = static_cast<uint8_t*>(
       scratch(plan.x_at() + (moves_x ? static_cast<int64_t>(p.rows) * columns * 2 : 0)));
   if (moves_x) {
@@ -152,7 +110,7 @@ void launch_matmul_many_rows(const Problem& given, const many_rows::PlannedKerne
     }
     p.x = x, p.x_row = columns, p.K = columns;
   }
-  kernel.launch[p.offs != nullptr][p.x_dtype == Dtype::kFp16](p, plan, at, stream);
+  (p.offs ? kLaunchesOfGroups : kLaunches)[planned.kernel][p.x_dtype == Dtype::kFp16](p, plan, at, stream);
 }
 
 }  // namespace nvfp4
