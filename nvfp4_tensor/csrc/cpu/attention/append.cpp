@@ -1,6 +1,4 @@
 // nvfp4.append_codes on the CPU: new keys and values to codes, each row with a power of two of its own.
-#include <cstring>
-
 #include "cpu/attention/codes.h"
 #include "cpu/host/instruction_set.h"
 #include "cpu/host/memory.h"

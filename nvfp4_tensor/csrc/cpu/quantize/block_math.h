@@ -48,7 +48,7 @@ template <Rounding rounding>
 inline I round_to_code(F v, I random) {
   F a = magnitude_to_6(v);
   if constexpr (rounding == Rounding::kEven) {
-    const I steps = bits(add_exact_product(grid_binade(a), kNearestMagic, a));
+    const I steps = bits(add_exact_product(grid_binade(a), set(kNearestMagic), a));
     return code_bits(steps, steps);
   } else {
     // Ties: away from zero is half a step added before truncation; toward zero the same from the float just below.
@@ -66,7 +66,7 @@ inline I round_to_code(F v, I random) {
 // The magnitude on the grid nearest to |v|.
 inline F nearest_magnitude(F v) {
   const F a = magnitude_to_6(v), binade = grid_binade(a);
-  return sub_exact_product(binade, kNearestMagic, add_exact_product(binade, kNearestMagic, a));
+  return sub_exact_product(binade, kNearestMagic, add_exact_product(binade, set(kNearestMagic), a));
 }
 
 // --- block scales ----------------------------------------------------------------------------------------------------

@@ -90,7 +90,6 @@ inline uint32_t lanes(Mask m) {
 inline F magnitude_to_6(F a) { return min(abs(a), set(6.0f)); }
 inline F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)}; }
 inline F add_exact_product(F t, F scale, F a) { return fma(t, scale, a); }
-inline F add_exact_product(F t, float scale, F a) { return fma(t, set(scale), a); }
 inline F sub_exact_product(F t, float scale, F a) {
   const __m256 s = _mm256_set1_ps(scale);
   return {_mm256_fnmadd_ps(t.low, s, a.low), _mm256_fnmadd_ps(t.high, s, a.high)};

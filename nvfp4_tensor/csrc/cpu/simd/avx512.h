@@ -69,8 +69,7 @@ inline I select(Mask m, I yes, I no) { return _mm512_mask_blend_epi32(m, no, yes
 inline F magnitude_to_6(F a) { return _mm512_range_ps(a, _mm512_set1_ps(6.0f), 0b1010); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 // a +- t * scale, where t * scale is exact, so that fusing changes nothing.
-inline F add_exact_product(F t, F scale, F a) { return _mm512_fmadd_ps(t, scale, a); }
-inline F add_exact_product(F t, float scale, F a) { return add_exact_product(t, set(scale), a); }
+inline F add_exact_product(F t, F scale, F a) { return fma(t, scale, a); }
 inline F sub_exact_product(F t, float scale, F a) { return _mm512_fnmadd_ps(t, _mm512_set1_ps(scale), a); }
 
 template <int fraction_bits>

@@ -69,42 +69,24 @@ inline F gather_stride16(const float* p) {
 
 // --- arithmetic ------------------------------------------------------------------------------------------------------
 
-inline F add(F a, F b) {
-  return map<F>([](float32x4_t a, float32x4_t b) { return vaddq_f32(a, b); }, a, b);
-}
-inline F sub(F a, F b) {
-  return map<F>([](float32x4_t a, float32x4_t b) { return vsubq_f32(a, b); }, a, b);
-}
-inline F mul(F a, F b) {
-  return map<F>([](float32x4_t a, float32x4_t b) { return vmulq_f32(a, b); }, a, b);
-}
-inline F div(F a, F b) {
-  return map<F>([](float32x4_t a, float32x4_t b) { return vdivq_f32(a, b); }, a, b);
-}
+inline F add(F a, F b) { return {{a.v[0] + b.v[0], a.v[1] + b.v[1], a.v[2] + b.v[2], a.v[3] + b.v[3]}}; }
+inline F sub(F a, F b) { return {{a.v[0] - b.v[0], a.v[1] - b.v[1], a.v[2] - b.v[2], a.v[3] - b.v[3]}}; }
+inline F mul(F a, F b) { return {{a.v[0] * b.v[0], a.v[1] * b.v[1], a.v[2] * b.v[2], a.v[3] * b.v[3]}}; }
+inline F div(F a, F b) { return {{a.v[0] / b.v[0], a.v[1] / b.v[1], a.v[2] / b.v[2], a.v[3] / b.v[3]}}; }
 inline F min(F a, F b) {  // NEON's own is a NaN where either is
   return map<F>([](float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }, a, b);
 }
 inline F abs(F a) {
   return map<F>([](float32x4_t a) { return vabsq_f32(a); }, a);
 }
-inline I add(I a, I b) {
-  return map<I>([](int32x4_t a, int32x4_t b) { return vaddq_s32(a, b); }, a, b);
-}
-inline I sub(I a, I b) {
-  return map<I>([](int32x4_t a, int32x4_t b) { return vsubq_s32(a, b); }, a, b);
-}
+inline I add(I a, I b) { return {{a.v[0] + b.v[0], a.v[1] + b.v[1], a.v[2] + b.v[2], a.v[3] + b.v[3]}}; }
+inline I sub(I a, I b) { return {{a.v[0] - b.v[0], a.v[1] - b.v[1], a.v[2] - b.v[2], a.v[3] - b.v[3]}}; }
 inline I max(I a, I b) {
   return map<I>([](int32x4_t a, int32x4_t b) { return vmaxq_s32(a, b); }, a, b);
 }
-inline I bit_and(I a, I b) {
-  return map<I>([](int32x4_t a, int32x4_t b) { return vandq_s32(a, b); }, a, b);
-}
-inline I bit_or(I a, I b) {
-  return map<I>([](int32x4_t a, int32x4_t b) { return vorrq_s32(a, b); }, a, b);
-}
-inline I bit_xor(I a, I b) {
-  return map<I>([](int32x4_t a, int32x4_t b) { return veorq_s32(a, b); }, a, b);
-}
+inline I bit_and(I a, I b) { return {{a.v[0] & b.v[0], a.v[1] & b.v[1], a.v[2] & b.v[2], a.v[3] & b.v[3]}}; }
+inline I bit_or(I a, I b) { return {{a.v[0] | b.v[0], a.v[1] | b.v[1], a.v[2] | b.v[2], a.v[3] | b.v[3]}}; }
+inline I bit_xor(I a, I b) { return {{a.v[0] ^ b.v[0], a.v[1] ^ b.v[1], a.v[2] ^ b.v[2], a.v[3] ^ b.v[3]}}; }
 template <int n>
 inline I shift_left(I a) {
   return map<I>([](int32x4_t a) { return vshlq_n_s32(a, n); }, a);
@@ -159,7 +141,6 @@ inline F fma(F a, F b, F c) {
   return map<F>([](float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }, a, b, c);
 }
 inline F add_exact_product(F t, F scale, F a) { return fma(t, scale, a); }
-inline F add_exact_product(F t, float scale, F a) { return fma(t, set(scale), a); }
 inline F sub_exact_product(F t, float scale, F a) {
   return map<F>([&](float32x4_t t, float32x4_t a) { return vfmsq_f32(a, t, vdupq_n_f32(scale)); }, t, a);
 }

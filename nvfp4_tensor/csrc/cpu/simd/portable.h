@@ -98,7 +98,6 @@ inline F fma(F a, F b, F c) {
 }
 // a +- t * scale, where t * scale is exact, so that fusing changes nothing.
 inline F add_exact_product(F t, F scale, F a) { return t * scale + a; }
-inline F add_exact_product(F t, float scale, F a) { return t * scale + a; }
 inline F sub_exact_product(F t, float scale, F a) { return a - t * scale; }
 
 // For a in [0, 6] and t = 2^e its grid_binade: floor(a / 2^(e-1) * 2^fraction_bits) in the low bits, 6 more steps, and

@@ -9,10 +9,7 @@ namespace {
 constexpr int kMostVectors = 1;  // a "register" is two: 12 of the 16 hold an output tile
 constexpr int tile_rows(int) { return 6; }
 constexpr int kFewX = 2;
-constexpr int few_rows(int x) {
-  (void)x;
-  return 2;
-}
+constexpr int few_rows(int) { return 2; }
 constexpr int kMostFewFloatRows = 8;  // 8 rows of 4096^2: few 5.4 ms of one thread, many 6.6; 16 rows: 10.1 and 6.6
 
 constexpr float kCodeFactor = 256.0f;  // see products/avx512.h
@@ -20,13 +17,7 @@ constexpr float kCodeFactor = 256.0f;  // see products/avx512.h
 inline F multiply_add(F a, F b, F c) {
   return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
 }
-inline float sum(F x) {
-  const __m256 all = _mm256_add_ps(x.low, x.high);
-  __m128 half = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
-  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
-}
-// Eight of the sums below, each in the order of sum().
+// Eight of the sums below: of halves, of their halves, and so on.
 inline __m256 eight_sums(const float* p, int64_t step) {
   const auto folded = [&](int i) {
     const F x = load(p + i * step);

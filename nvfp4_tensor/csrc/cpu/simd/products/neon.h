@@ -17,7 +17,6 @@ constexpr int kCodeExponent = 8;  // see products/avx512.h
 constexpr float kCodeFactor = 1 << kCodeExponent;
 
 inline F multiply_add(F a, F b, F c) { return fma(a, b, c); }
-inline float sum(F x) { return vaddvq_f32(vaddq_f32(vaddq_f32(x.v[0], x.v[1]), vaddq_f32(x.v[2], x.v[3]))); }
 // Lane i: the sum of the lanes of the register at p + i * step.
 inline F sums_of_lanes(const float* p, int64_t step) {
   const auto partial = [&](int i) {

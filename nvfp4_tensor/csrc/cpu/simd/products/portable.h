@@ -10,13 +10,9 @@ namespace {
 constexpr int kMostVectors = 1;
 constexpr int tile_rows(int) { return 2; }
 constexpr int kFewX = 2;
-constexpr int few_rows(int x) {
-  (void)x;
-  return 1;
-}
+constexpr int few_rows(int) { return 1; }
 constexpr int kMostFewFloatRows = 16;
 
-inline void store(float* p, F x) { std::memcpy(p, &x, sizeof x); }
 inline F multiply_add(F a, F b, F c) { return a * b + c; }
 inline float sum(F x) {
   for (int half : {8, 4, 2, 1}) {
