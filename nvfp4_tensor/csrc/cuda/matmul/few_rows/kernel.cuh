@@ -27,28 +27,28 @@ namespace few_rows {
 constexpr int kTileRows = 16;
 constexpr int kTilesPerBand = 128 / kTileRows;
 
-// kColumns: 8-column tiles of x (M <= 8 * kColumns). kChunks: chunks of 128 elements in a warp's slice of K.
-// kTiles: of a step. kDepth: steps in flight. kMaxTiles: of a block's partial sums in shared memory at a time.
-template <int kWarps_, int kColumns_, int kChunks_, int kTiles_, int kDepth_, int kSlots_, int kMaxTiles_>
+constexpr int kWarps = 16, kThreads = kWarps * 32;
+constexpr int kChunks = 2, kSlice = 128 * kChunks;     // of K, a warp's: K = 4096 fills a block
+constexpr int kStepBytes = kChunks * (2 * 512 + 256);  // a step is a tile
+
+// kColumns: 8-column tiles of x (M <= 8 * kColumns). kDepth: steps in flight. kMaxTiles: of a block's partial sums in
+// shared memory at a time.
+template <int kColumns_, int kDepth_, int kSlots_, int kMaxTiles_>
 struct Shape {
-  static constexpr int kWarps = kWarps_, kColumns = kColumns_, kChunks = kChunks_, kTiles = kTiles_, kDepth = kDepth_;
-  static constexpr int kSlots = kSlots_, kMaxTiles = kMaxTiles_;
-  static constexpr int kSlice = 128 * kChunks;
-  static constexpr int kTileBytes = kChunks * (2 * 512 + 256);
-  static constexpr int kStepBytes = kTiles * kTileBytes;
+  static constexpr int kColumns = kColumns_, kDepth = kDepth_, kSlots = kSlots_, kMaxTiles = kMaxTiles_;
   static constexpr int kRingBytes = kWarps * kDepth * kStepBytes;
   static constexpr int kTileSums = kTileRows * 8 * kColumns;
-  static constexpr int kSlotSums = kTiles * kWarps * kTileSums;
+  static constexpr int kSlotSums = kWarps * kTileSums;
   static constexpr int kSharedBytes = kRingBytes + (kSlots * kSlotSums + kMaxTiles * kTileSums) * 4 + 16 * kSlots;
 };
 
 // How a grid of (cluster, clusters, experts) blocks divides the work; of groups, (cluster, clusters) do all of it.
 struct Work {
-  int cluster;              // blocks that share rows and split K
-  int passes;               // over K, where a cluster's slices do not cover it
-  int log2_warps_in_k;      // of a block's warps, how many split K; the others take other rows
-  int groups, more_groups;  // S::kTiles tiles each: every cluster takes so many, and the first ones another
-  int groups_of_expert;     // that all of its rows are
+  int cluster;            // blocks that share rows and split K
+  int passes;             // over K, where a cluster's slices do not cover it
+  int log2_warps_in_k;    // of a block's warps, how many split K; the others take other rows
+  int tiles, more_tiles;  // every cluster takes so many, and the first ones another
+  int tiles_of_expert;    // that all of its rows are
 };
 
 // Rows of x and tiles of w that a cluster multiplies by each other.
@@ -60,14 +60,13 @@ struct Share {
 __device__ __forceinline__ int first_tile(const Problem& p, int expert) { return expert * p.N / 128 * kTilesPerBand; }
 
 // The one share of a cluster where each expert has clusters of its own.
-template <typename S>
 __device__ __forceinline__ Share own_share(const Problem& p, const Work& work) {
   const int cluster = blockIdx.y, expert = blockIdx.z;
-  const int begin = first_tile(p, expert) + (cluster * work.groups + min(cluster, work.more_groups)) * S::kTiles;
-  return {expert, p.first_m, p.some_m, begin, begin + (work.groups + (cluster < work.more_groups)) * S::kTiles};
+  const int begin = first_tile(p, expert) + (cluster * work.tiles + min(cluster, work.more_tiles));
+  return {expert, p.first_m, p.some_m, begin, begin + (work.tiles + (cluster < work.more_tiles))};
 }
 
-// The shares of a cluster in a product of groups. The pairs of a token tile and a group of tiles of w, ordered by token
+// The shares of a cluster in a product of groups. The pairs of a token tile and a tile of w, ordered by token
 // tile, are divided equally among clusters, independent of the experts that the tokens belong to.
 template <typename S>
 struct GroupShares {
@@ -76,19 +75,19 @@ struct GroupShares {
   TokenTiles tiles;
 
   __device__ GroupShares(const Problem& p, const Work& work) : tiles(p, kTokens) {
-    const int64_t all = static_cast<int64_t>(tiles.count()) * work.groups_of_expert;
+    const int64_t all = static_cast<int64_t>(tiles.count()) * work.tiles_of_expert;
     at = all * blockIdx.y / gridDim.y;
     end = all * (blockIdx.y + 1) / gridDim.y;
   }
   __device__ bool next(const Problem& p, const Work& work, Share& share) {
     if (at >= end) return false;
-    const int token_tile = static_cast<int>(at / work.groups_of_expert);
-    const int group = static_cast<int>(at - static_cast<int64_t>(token_tile) * work.groups_of_expert);
-    const int groups = static_cast<int>(min(end - at, static_cast<int64_t>(work.groups_of_expert - group)));
+    const int token_tile = static_cast<int>(at / work.tiles_of_expert);
+    const int tile = static_cast<int>(at - static_cast<int64_t>(token_tile) * work.tiles_of_expert);
+    const int count = static_cast<int>(min(end - at, static_cast<int64_t>(work.tiles_of_expert - tile)));
     const TokenTile rows = tiles.find(token_tile);
-    const int begin = first_tile(p, rows.expert) + group * S::kTiles;
-    share = {rows.expert, rows.begin, min(rows.end - rows.begin, kTokens), begin, begin + groups * S::kTiles};
-    at += groups;
+    const int begin = first_tile(p, rows.expert) + tile;
+    share = {rows.expert, rows.begin, min(rows.end - rows.begin, kTokens), begin, begin + count};
+    at += count;
     return true;
   }
 };
@@ -96,7 +95,7 @@ struct GroupShares {
 // A warp's slice of x, in memory order: 8 elements for each word of codes that a lane will decode.
 template <typename S>
 __device__ __forceinline__ void load_slice(const Problem& p, const Share& share, int k0, int lane,
-                                           uint4 (&v)[S::kChunks][4][S::kColumns]) {
+                                           uint4 (&v)[kChunks][4][S::kColumns]) {
   const uint16_t* x = static_cast<const uint16_t*>(p.x);
   const bool aligned = (reinterpret_cast<uintptr_t>(x) | (p.x_row * 2)) % 16 == 0;
 #pragma unroll
@@ -104,7 +103,7 @@ __device__ __forceinline__ void load_slice(const Problem& p, const Share& share,
     const int m = column * 8 + lane / 4;
     const uint16_t* row = x + (static_cast<int64_t>(share.expert) * p.M + share.m + m) * p.x_row;
 #pragma unroll
-    for (int chunk = 0; chunk < S::kChunks; ++chunk) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         v[chunk][word][column] = make_uint4(0, 0, 0, 0);
@@ -147,70 +146,56 @@ struct Cursor {
   }
 };
 
-// Starts the copies of what a lane multiplies in a step: of each tile, for each 128 elements, 32 codes of each of its
-// two rows, and the scales of both rows for 64 elements. kPlain: no tile and no slice reaches beyond w.
-template <typename S, bool kPlain>
+// Starts the copies of what a lane multiplies in a step: for each 128 elements, 32 codes of each of its two rows, and
+// the scales of both rows for 64 elements. kPlain: no tile and no slice reaches beyond w.
+template <bool kPlain>
 __device__ __forceinline__ void copy_step(const Problem& p, const Cursor& cursor, int lane, uint32_t to) {
   const int last = p.experts * p.N - 1, end_of_bands = (last / 128 + 1) * 128;
   const bool aligned = kPlain || (reinterpret_cast<uintptr_t>(p.codes) | p.code_row) % 16 == 0;
 #pragma unroll
-  for (int tile = 0; tile < S::kTiles; ++tile) {
-    const uint32_t tile_at = to + tile * S::kTileBytes;
+  for (int i = 0; i < 2; ++i) {
+    const uint8_t* from = cursor.codes + i * 32 * p.code_row;
+    const int elements = kPlain || cursor.row + i * 32 <= last ? cursor.elements : 0;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int rows = tile * 4 + i * 32;
-      const uint8_t* from = cursor.codes + rows * p.code_row;
-      const int elements = kPlain || cursor.row + rows <= last ? cursor.elements : 0;
-#pragma unroll
-      for (int chunk = 0; chunk < S::kChunks; ++chunk) {
-        const uint32_t at = tile_at + (chunk * 2 + i) * 512 + lane * 16;
-        const int left = elements - chunk * 128;
-        if (aligned) {
-          cp_async_16(at, from + chunk * 64, kPlain || left > 16 ? 16 : left > 0 ? 8 : 0);
-        } else {
-          cp_async_8(at, from + chunk * 64, left > 0 ? 8 : 0);
-          cp_async_8(at + 8, from + chunk * 64 + 8, left > 16 ? 8 : 0);
-        }
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const uint32_t at = to + (chunk * 2 + i) * 512 + lane * 16;
+      const int left = elements - chunk * 128;
+      if (aligned) {
+        cp_async_16(at, from + chunk * 64, kPlain || left > 16 ? 16 : left > 0 ? 8 : 0);
+      } else {
+        cp_async_8(at, from + chunk * 64, left > 0 ? 8 : 0);
+        cp_async_8(at + 8, from + chunk * 64 + 8, left > 16 ? 8 : 0);
       }
     }
+  }
 #pragma unroll
-    for (int chunk = 0; chunk < S::kChunks; ++chunk) {
-      const bool inside = cursor.row + tile * 4 < end_of_bands && cursor.elements > chunk * 128;
-      cp_async_8(tile_at + S::kChunks * 1024 + chunk * 256 + lane * 8, cursor.scales + tile * 64 + chunk * 1024,
-                 kPlain || inside ? 8 : 0);
-    }
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const bool inside = cursor.row < end_of_bands && cursor.elements > chunk * 128;
+    cp_async_8(to + kChunks * 1024 + chunk * 256 + lane * 8, cursor.scales + chunk * 1024, kPlain || inside ? 8 : 0);
   }
 }
 
 // A step's sums of one warp, over its slice, from its copies.
 template <typename T, typename S>
-__device__ __forceinline__ void multiply_step(uint32_t from, int lane, const uint4 (&b)[S::kChunks][4][S::kColumns],
-                                              float (&sum)[S::kTiles][S::kColumns][4]) {
+__device__ __forceinline__ void multiply_step(uint32_t from, int lane, const uint4 (&b)[kChunks][4][S::kColumns],
+                                              float (&sum)[S::kColumns][4]) {
 #pragma unroll
-  for (int chunk = 0; chunk < S::kChunks; ++chunk) {
-    uint4 codes[S::kTiles][2];
-    uint32_t factors[S::kTiles][4];  // row 0: blocks 0, 1; row 1: blocks 0, 1
-#pragma unroll
-    for (int tile = 0; tile < S::kTiles; ++tile) {
-      const uint32_t at = from + tile * S::kTileBytes;
-      codes[tile][0] = load_shared_16(at + chunk * 1024 + lane * 16);
-      codes[tile][1] = load_shared_16(at + chunk * 1024 + 512 + lane * 16);
-      const uint2 scales = load_shared_8(at + S::kChunks * 1024 + chunk * 256 + lane * 8);
-      scale_factors<T>(__byte_perm(scales.x, scales.y, lane % 2 ? 0x7632 : 0x5410), factors[tile]);
-    }
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    const uint4 codes[2] = {load_shared_16(from + chunk * 1024 + lane * 16),
+                            load_shared_16(from + chunk * 1024 + 512 + lane * 16)};
+    uint32_t factors[4];  // row 0: blocks 0, 1; row 1: blocks 0, 1
+    const uint2 scales = load_shared_8(from + kChunks * 1024 + chunk * 256 + lane * 8);
+    scale_factors<T>(__byte_perm(scales.x, scales.y, lane % 2 ? 0x7632 : 0x5410), factors);
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
+      uint32_t w0[4], w1[4];
+      decode_word<T>((&codes[0].x)[word], factors[word / 2], w0);
+      decode_word<T>((&codes[1].x)[word], factors[2 + word / 2], w1);
+      const uint32_t a0[4] = {w0[0], w1[0], w0[1], w1[1]}, a1[4] = {w0[2], w1[2], w0[3], w1[3]};
 #pragma unroll
-      for (int tile = 0; tile < S::kTiles; ++tile) {
-        uint32_t w0[4], w1[4];
-        decode_word<T>((&codes[tile][0].x)[word], factors[tile][word / 2], w0);
-        decode_word<T>((&codes[tile][1].x)[word], factors[tile][2 + word / 2], w1);
-        const uint32_t a0[4] = {w0[0], w1[0], w0[1], w1[1]}, a1[4] = {w0[2], w1[2], w0[3], w1[3]};
-#pragma unroll
-        for (int column = 0; column < S::kColumns; ++column) {
-          mma(sum[tile][column], a0, b[chunk][word][column].x, b[chunk][word][column].y, T{});
-          mma(sum[tile][column], a1, b[chunk][word][column].z, b[chunk][word][column].w, T{});
-        }
+      for (int column = 0; column < S::kColumns; ++column) {
+        mma(sum[column], a0, b[chunk][word][column].x, b[chunk][word][column].y, T{});
+        mma(sum[column], a1, b[chunk][word][column].z, b[chunk][word][column].w, T{});
       }
     }
   }
@@ -222,12 +207,11 @@ __device__ __forceinline__ void add_warps(const float* slot, float* partial, int
                                           bool fresh) {
 #pragma unroll 1
   for (int i = lane * 4; i < tiles * S::kTileSums; i += 128) {
-    constexpr int kGroup = S::kTiles * S::kTileSums;  // what a warp left
-    const float* from = slot + i / kGroup * warps_in_k * kGroup + i % kGroup;
+    const float* from = slot + i / S::kTileSums * warps_in_k * S::kTileSums + i % S::kTileSums;
     float4 sum = fresh ? make_float4(0, 0, 0, 0) : *reinterpret_cast<const float4*>(partial + i);
 #pragma unroll 4
     for (int warp = 0; warp < warps_in_k; ++warp) {
-      const float4 v = *reinterpret_cast<const float4*>(from + warp * kGroup);
+      const float4 v = *reinterpret_cast<const float4*>(from + warp * S::kTileSums);
       sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
     }
     *reinterpret_cast<float4*>(partial + i) = sum;
@@ -240,7 +224,6 @@ __device__ __forceinline__ void write_tiles(const Problem& p, const Work& work, 
   const uint32_t rank = blockIdx.x;
   const int first_row = share.expert * p.N;
   // consecutive threads: the 16 rows of a tile, then its columns, so that what M leaves out is skipped in whole warps
-  constexpr int kThreads = S::kWarps * 32;
   for (int i = threadIdx.x + rank * kThreads; i < tiles * kTileRows * share.rows; i += work.cluster * kThreads) {
     const int r = i % kTileRows, tile = i / kTileRows % tiles, m = i / kTileRows / tiles;
     const int lane = r % 4 + r / 8 * 4, half = r / 4 % 2;  // row r is r % 4 + 32 (r / 4)
@@ -255,26 +238,24 @@ __device__ __forceinline__ void write_tiles(const Problem& p, const Work& work, 
 }
 
 template <typename T, typename S, bool kPlain, bool kGrouped>
-__global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constant__ Problem p, const Work work) {
+__global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Problem p, const Work work) {
   extern __shared__ __align__(16) uint8_t shared[];
   float* slots = reinterpret_cast<float*>(shared + S::kRingBytes);
   float* partial = slots + S::kSlots * S::kSlotSums;
   const uint32_t full = address_of(partial + S::kMaxTiles * S::kTileSums), empty = full + 8 * S::kSlots;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warps_in_k = 1 << work.log2_warps_in_k;
-  const int mine = warp >> work.log2_warps_in_k, tiles_a_step = (S::kWarps >> work.log2_warps_in_k) * S::kTiles;
-  const uint32_t ring = address_of(shared) + warp * S::kDepth * S::kStepBytes;
+  const int mine = warp >> work.log2_warps_in_k, tiles_a_step = kWarps >> work.log2_warps_in_k;
+  const uint32_t ring = address_of(shared) + warp * S::kDepth * kStepBytes;
 
   if (threadIdx.x == 0 && p.w_scale) prefetch(p.w_scale);
   if (threadIdx.x < S::kSlots) {
-    mbarrier_init(full + 8 * threadIdx.x, S::kWarps * 32);
+    mbarrier_init(full + 8 * threadIdx.x, kThreads);
     mbarrier_init(empty + 8 * threadIdx.x, 32);
   }
   __syncthreads();
 
-  auto steps_of = [&](int tiles) {
-    return (tiles / S::kTiles + (tiles_a_step / S::kTiles - 1)) * warps_in_k / S::kWarps;
-  };
+  auto steps_of = [&](int tiles) { return (tiles + (tiles_a_step - 1)) * warps_in_k / kWarps; };
   uint32_t slot = 0, parity = 0;
   auto multiply = [&](const Share& share) {
     for (int tile0 = share.begin; tile0 < share.end; tile0 += S::kMaxTiles) {
@@ -282,39 +263,39 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
       const int steps = steps_of(tiles);
       for (int pass = 0; pass < work.passes; ++pass) {
         const int slice = ((pass * work.cluster + blockIdx.x) << work.log2_warps_in_k) + (warp & (warps_in_k - 1));
-        const int k0 = slice * S::kSlice;
+        const int k0 = slice * kSlice;
         // where the last step has fewer tiles than warps for them, or K ends before this warp's slice
-        const int my_steps = k0 < p.Kp ? steps_of(tiles - mine * S::kTiles) : 0;
-        uint4 b[S::kChunks][4][S::kColumns];
-        Cursor cursor(p, tile0 + mine * S::kTiles, k0 + lane % 4 * 32, lane, tiles_a_step);
+        const int my_steps = k0 < p.Kp ? steps_of(tiles - mine) : 0;
+        uint4 b[kChunks][4][S::kColumns];
+        Cursor cursor(p, tile0 + mine, k0 + lane % 4 * 32, lane, tiles_a_step);
 #pragma unroll
         for (int d = 0; d < S::kDepth; ++d, cursor.advance(p)) {
-          if (d < my_steps) copy_step<S, kPlain>(p, cursor, lane, ring + d * S::kStepBytes);
+          if (d < my_steps) copy_step<kPlain>(p, cursor, lane, ring + d * kStepBytes);
           cp_async_commit();
           if (d == 0) load_slice<S>(p, share, k0, lane, b);  // x is wanted when the first step's copies have come
         }
 #pragma unroll
-        for (int i = 0; i < S::kChunks * 4 * S::kColumns; ++i) (&b[0][0][0])[i] = to_fragment((&b[0][0][0])[i]);
+        for (int i = 0; i < kChunks * 4 * S::kColumns; ++i) (&b[0][0][0])[i] = to_fragment((&b[0][0][0])[i]);
 
         int turn = warp;  // the next step whose sums this warp adds
         uint32_t at = ring;
 #pragma unroll 1
         for (int step = 0; step < steps; ++step) {
-          float sum[S::kTiles][S::kColumns][4] = {};
+          float sum[S::kColumns][4] = {};
           if (step < my_steps) {
             cp_async_wait<S::kDepth - 1>();
             multiply_step<T, S>(at, lane, b, sum);
-            if (step + S::kDepth < my_steps) copy_step<S, kPlain>(p, cursor, lane, at);
+            if (step + S::kDepth < my_steps) copy_step<kPlain>(p, cursor, lane, at);
             cp_async_commit();
             cursor.advance(p);
-            at = at == ring + (S::kDepth - 1) * S::kStepBytes ? ring : at + S::kStepBytes;
+            at = at == ring + (S::kDepth - 1) * kStepBytes ? ring : at + kStepBytes;
           }
           mbarrier_wait(empty + 8 * slot, parity ^ 1);
-          float* to = slots + slot * S::kSlotSums + warp * S::kTiles * S::kTileSums + lane * 4;
+          float* to = slots + slot * S::kSlotSums + warp * S::kTileSums + lane * 4;
 #pragma unroll
-          for (int i = 0; i < S::kTiles * S::kColumns; ++i) {
+          for (int i = 0; i < S::kColumns; ++i) {
             constexpr float kToOne = 1.0f / Decoder<T>::kUnit;
-            const float (&d)[4] = (&sum[0][0])[i];
+            const float (&d)[4] = sum[i];
             *reinterpret_cast<float4*>(to + i * 128) = make_float4(d[0] * kToOne, d[1] * kToOne, d[2] * kToOne,
                                                                    d[3] * kToOne);
           }
@@ -325,7 +306,7 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
             add_warps<S>(slots + its_slot * S::kSlotSums, partial + turn * tiles_a_step * S::kTileSums,
                          min(tiles - turn * tiles_a_step, tiles_a_step), warps_in_k, lane, pass == 0);
             mbarrier_arrive(empty + 8 * its_slot);
-            turn += S::kWarps;
+            turn += kWarps;
           };
           if (turn == step - 1) add(slot == 0 ? S::kSlots - 1 : slot - 1, slot == 0 ? parity ^ 1 : parity);
           if (step == steps - 1 && turn == step) add(slot, parity);
@@ -345,10 +326,10 @@ __global__ void __launch_bounds__(S::kWarps * 32, 1) kernel(const __grid_constan
     while (shares.next(p, work, share)) multiply(share);
     for (int row = max(p.offs[p.experts - 1], 0) + blockIdx.y * gridDim.x + blockIdx.x; row < p.rows;
          row += gridDim.x * gridDim.y) {
-      zero_row(p, row, threadIdx.x, S::kWarps * 32);
+      zero_row(p, row, threadIdx.x, kThreads);
     }
   } else {
-    multiply(own_share<S>(p, work));
+    multiply(own_share(p, work));
   }
 }
 

@@ -11,13 +11,11 @@ namespace {
 // 16 warps with slices of 256: K = 4096 fills a block. In flight an SM has 40 to 80 KB of w; more only delays what the
 // first tiles need (H200, 14336 x 8192, M = 8: depth 2 28.6 us, 3 29.2, 4 34.0), and with 32 warps of 64 registers or
 // slices of 128 each weight takes more instructions (36 and 32 us).
-using UpTo8 = Shape<16, 1, 2, 1, 2, 4, 32>;
-using UpTo16 = Shape<16, 2, 2, 1, 2, 4, 32>;
+using UpTo8 = Shape<1, 2, 4, 32>;
+using UpTo16 = Shape<2, 2, 4, 32>;
 // The same for devices whose blocks have 99 KB of shared memory.
-using SmallUpTo8 = Shape<16, 1, 2, 1, 1, 2, 8>;
-using SmallUpTo16 = Shape<16, 2, 2, 1, 1, 2, 8>;
-
-constexpr int kMostTilesAStep = kTilesPerBand;
+using SmallUpTo8 = Shape<1, 1, 2, 8>;
+using SmallUpTo16 = Shape<2, 1, 2, 8>;
 
 int log2_ceil(int n) {
   int log = 0;
@@ -28,23 +26,21 @@ int log2_ceil(int n) {
 template <typename T, typename S, bool kPlain, bool kGrouped>
 void launch(const Problem& p, cudaStream_t stream) {
   constexpr auto kKernel = kernel<T, S, kPlain, kGrouped>;
-  const int slices = ceil_quotient(p.Kp, S::kSlice);
+  const int slices = ceil_quotient(p.Kp, kSlice);
   Work work;
-  work.log2_warps_in_k = std::clamp(log2_ceil(slices), log2_ceil(S::kWarps * S::kTiles / kMostTilesAStep),
-                                    log2_ceil(S::kWarps));
+  work.log2_warps_in_k = std::clamp(log2_ceil(slices), log2_ceil(kWarps / kTilesPerBand), log2_ceil(kWarps));
   const int shares = ceil_quotient(slices, 1 << work.log2_warps_in_k);  // of K, a block each
   work.cluster = this_machine().capability >= 90 ? std::min(shares, kMostBlocksInCluster) : 1;
   work.passes = ceil_quotient(shares, work.cluster);
   const bool begin_inside = p.experts > 1 && p.N % 128 != 0;  // of a band
   const int bands = ceil_quotient(p.N, 128) + begin_inside;
-  const int groups = bands * kTilesPerBand / S::kTiles;
-  const int64_t all = kGrouped ? static_cast<int64_t>(groups) * size_of(p).token_tiles(S::kColumns * 8) : groups;
-  constexpr int kThreads = S::kWarps * 32;
+  const int tiles = bands * kTilesPerBand;
+  const int64_t all = kGrouped ? static_cast<int64_t>(tiles) * size_of(p).token_tiles(S::kColumns * 8) : tiles;
   const int resident = resident_clusters<kKernel>(work.cluster, kThreads, S::kSharedBytes);
   const int clusters = static_cast<int>(std::min<int64_t>(all, resident));
-  work.groups_of_expert = groups;
-  work.groups = groups / clusters;
-  work.more_groups = groups % clusters;
+  work.tiles_of_expert = tiles;
+  work.tiles = tiles / clusters;
+  work.more_tiles = tiles % clusters;
   const Launch launch(dim3(work.cluster, clusters, kGrouped ? 1 : p.experts), work.cluster, kThreads, S::kSharedBytes,
                       stream, Begins::kAfterPrevious);
   cudaLaunchKernelEx(&launch.config, kKernel, p, work);
@@ -52,8 +48,7 @@ void launch(const Problem& p, cudaStream_t stream) {
 
 template <typename S, bool kGrouped>
 void launch_shape(const Problem& p, cudaStream_t stream) {
-  const bool aligned = (reinterpret_cast<uintptr_t>(p.codes) | p.code_row) % 16 == 0;
-  const bool plain = aligned && p.N % 128 == 0 && p.Kp % S::kSlice == 0;
+  const bool plain = on_16_bytes(p.codes, p.code_row) && p.N % 128 == 0 && p.Kp % kSlice == 0;
   if (p.x_dtype == Dtype::kBf16) {
     plain ? launch<__nv_bfloat16, S, true, kGrouped>(p, stream) : launch<__nv_bfloat16, S, false, kGrouped>(p, stream);
   } else {
