@@ -135,11 +135,7 @@ void append_codes(const Tensor& keys, const Tensor& values, int64_t spec, const 
   };
   const int64_t units = chunks * int64_t(heads.size());
   const int64_t grain = std::max<int64_t>(1, kElementsPerThread / (std::min(kChunkTokens, a.tokens + 1) * most));
-  if (units <= grain) {
-    work(0, units);
-  } else {
-    torch::stable::parallel_for(0, units, grain, work);
-  }
+  parallel(units, grain, work);
 }
 
 }  // namespace

@@ -123,11 +123,7 @@ Tensor run(const Context& c) {
       for (int64_t i = begin; i < end; ++i) finish(blocks[i], scratch.get());
     });
   };
-  if (workers == 1) {
-    work(0, 1);
-  } else {
-    torch::stable::parallel_for(0, workers, 1, work);
-  }
+  parallel(workers, 1, work);
   return y;
 }
 

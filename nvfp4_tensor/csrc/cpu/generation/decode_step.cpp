@@ -332,11 +332,7 @@ bool decode(Model& model, const ProductKernel& kernel, const RowKernels& rows, B
     const Bf16* y = worker.run();
     if (first == 0) std::memcpy(out, y, model.hidden * sizeof *out);
   };
-  if (workers == 1) {
-    work(0, 1);
-  } else {
-    torch::stable::parallel_for(0, workers, 1, work);
-  }
+  parallel(workers, 1, work);
   return !step.refused;
 }
 

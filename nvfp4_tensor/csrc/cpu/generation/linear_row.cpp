@@ -25,11 +25,7 @@ Tensor linear_row(const Tensor& x, const Tensor& w) {
       kernels.multiply(from, weight, nullptr, size, out, begin * kHeadRows, std::min(rows, end * kHeadRows));
     });
   };
-  if (workers == 1) {
-    work(0, 1);
-  } else {
-    torch::stable::parallel_for(0, workers, 1, work);
-  }
+  parallel(workers, 1, work);
   return y;
 }
 

@@ -1,4 +1,4 @@
-// New CPU tensors, and aligned memory for intermediate results.
+// New CPU tensors, aligned memory for intermediate results, and torch's threads.
 #pragma once
 
 #include <sys/mman.h>
@@ -37,6 +37,14 @@ inline torch::stable::Tensor empty(const std::vector<int64_t>& shape, torch::hea
   const torch::stable::Tensor out(handle);
   ask_for_huge_pages(out);
   return out;
+}
+
+// f(begin, end) of units [0, count), at least `grain` at a time among torch's threads; so few are not worth a second.
+template <typename Function>
+void parallel(int64_t count, int64_t grain, Function f) {
+  if (count <= 0) return;
+  if (count <= grain) return f(0, count);
+  torch::stable::parallel_for(0, count, grain, f);
 }
 
 struct Free {

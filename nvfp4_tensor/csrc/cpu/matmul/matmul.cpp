@@ -33,11 +33,7 @@ bool multiply(const ProductKernel& kernel, const Product& p) {
     float* own = scratch.get() + worker * kernel.scratch_words;
     multiplying.run(worker, [&](int64_t begin, int64_t end) { kernel.multiply(p, packed.get(), own, begin, end); });
   };
-  if (workers == 1) {
-    work(0, 1);
-  } else {
-    torch::stable::parallel_for(0, workers, 1, work);
-  }
+  parallel(workers, 1, work);
   return !(range & kernel.refuses);
 }
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cpu/host/instruction_set.h"
+#include "cpu/host/memory.h"
 #include "cpu/optimizer/kernels.h"
 #include "optimizer.h"
 
@@ -38,14 +39,9 @@ namespace optimizer {
 
 void run(const AdamwStep& a, const Tensor&) {
   const int64_t blocks = a.rows * a.blocks, groups = ceil_div(blocks, kGroupBlocks);
-  const auto work = [&](int64_t begin, int64_t end) {
+  parallel(groups, kGroupsPerThread, [&](int64_t begin, int64_t end) {
     instruction_set().compiled.optimizer.step(a, begin * kGroupBlocks, std::min(end * kGroupBlocks, blocks));
-  };
-  if (groups <= kGroupsPerThread) {
-    if (groups) work(0, groups);
-  } else {
-    torch::stable::parallel_for(0, groups, kGroupsPerThread, work);
-  }
+  });
 }
 
 void run(const VectorStep& a, const Tensor&) {
@@ -53,12 +49,7 @@ void run(const VectorStep& a, const Tensor&) {
   const auto steps = float_grad     ? float_weight ? step_elements<float, float> : step_elements<float, uint16_t>
                      : float_weight ? step_elements<uint16_t, float>
                                     : step_elements<uint16_t, uint16_t>;
-  const auto work = [&](int64_t begin, int64_t end) { steps(a, begin, end); };
-  if (a.count <= kElementsPerThread) {
-    work(0, a.count);
-  } else {
-    torch::stable::parallel_for(0, a.count, kElementsPerThread, work);
-  }
+  parallel(a.count, kElementsPerThread, [&](int64_t begin, int64_t end) { steps(a, begin, end); });
 }
 
 }  // namespace optimizer

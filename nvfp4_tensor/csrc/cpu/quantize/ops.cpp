@@ -26,11 +26,8 @@ Tensor scalar(float value) {
 
 // Work units [0, count) of about so many elements each, among torch's threads.
 template <typename Function>
-void parallel(int64_t count, int64_t elements_per_unit, Function f) {
-  if (count <= 0) return;
-  const int64_t grain = std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(elements_per_unit, 1));
-  if (count <= grain) return f(0, count);
-  torch::stable::parallel_for(0, count, grain, f);
+void each_unit(int64_t count, int64_t elements_per_unit, Function f) {
+  parallel(count, std::max<int64_t>(1, kElementsPerThread / std::max<int64_t>(elements_per_unit, 1)), f);
 }
 
 void raise_to(std::atomic<uint32_t>& most, uint32_t value) {
@@ -45,8 +42,8 @@ int64_t groups_of(int64_t rows, int64_t blocks) { return ceil_div(rows * blocks,
 
 float matrix_amax(const Matrix& m, int hadamard_sign) {
   std::atomic<uint32_t> most{0};
-  parallel(m.rows && m.columns ? groups_of(m.rows, m.blocks()) : 0, kGroupElements,
-           [&](int64_t begin, int64_t end) { raise_to(most, kernels().amax(m, hadamard_sign, begin, end)); });
+  each_unit(m.rows && m.columns ? groups_of(m.rows, m.blocks()) : 0, kGroupElements,
+            [&](int64_t begin, int64_t end) { raise_to(most, kernels().amax(m, hadamard_sign, begin, end)); });
   return bits_float(most);
 }
 
@@ -67,7 +64,7 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
   }
   const Rows rows(x);
   std::atomic<uint32_t> row{0}, column{0};
-  parallel(pair_units(rows.matrix), kPairRows * kPairColumns, [&](int64_t begin, int64_t end) {
+  each_unit(pair_units(rows.matrix), kPairRows * kPairColumns, [&](int64_t begin, int64_t end) {
     uint32_t row_most, column_most;
     kernels().amax_pair(rows.matrix, sign, begin, end, &row_most, &column_most);
     raise_to(row, row_most);
@@ -82,8 +79,8 @@ Tensor hadamard(const Tensor& x, int64_t sign) {
   const int mask = hadamard_sign_of(sign, 0);
   Tensor out = empty(with_last(x, m.blocks() * kBlock), ScalarType::BFloat16);
   uint16_t* data = static_cast<uint16_t*>(out.mutable_data_ptr());
-  parallel(groups_of(m.rows, m.blocks()), kGroupElements,
-           [&](int64_t begin, int64_t end) { kernels().hadamard(m, mask, data, begin, end); });
+  each_unit(groups_of(m.rows, m.blocks()), kGroupElements,
+            [&](int64_t begin, int64_t end) { kernels().hadamard(m, mask, data, begin, end); });
   return out;
 }
 
@@ -121,8 +118,8 @@ int64_t rotated_units(const Matrix& m) { return groups_of(m.rows, rotations_of(m
 
 float matrix_amax_rotated(const Matrix& m, const std::vector<float>& signs) {
   std::atomic<uint32_t> most{0};
-  parallel(rotated_units(m), kGroupElements,
-           [&](int64_t begin, int64_t end) { raise_to(most, kernels().amax_rotated(m, signs.data(), begin, end)); });
+  each_unit(rotated_units(m), kGroupElements,
+            [&](int64_t begin, int64_t end) { raise_to(most, kernels().amax_rotated(m, signs.data(), begin, end)); });
   return bits_float(most);
 }
 
@@ -142,8 +139,8 @@ Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t co
   const std::vector<float> signs = rotation_signs(RngState(rng_state_of(rng_state, x)), rotations_of(m), col0);
   Tensor out = empty(with_last(x, rotations_of(m) * kRotation), ScalarType::Float);
   float* data = static_cast<float*>(out.mutable_data_ptr());
-  parallel(rotated_units(m), kGroupElements,
-           [&](int64_t begin, int64_t end) { kernels().rotate(m, signs.data(), inverse, data, begin, end); });
+  each_unit(rotated_units(m), kGroupElements,
+            [&](int64_t begin, int64_t end) { kernels().rotate(m, signs.data(), inverse, data, begin, end); });
   return out;
 }
 
@@ -230,7 +227,8 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
   leading.pop_back();
   const Outputs out(leading, m.rows, stored_blocks(m, plan));
   const auto [units, elements] = quantize_units(m, plan);
-  parallel(units, elements, [&](int64_t begin, int64_t end) { kernels().quantize(m, plan, out.pointers, begin, end); });
+  each_unit(units, elements,
+            [&](int64_t begin, int64_t end) { kernels().quantize(m, plan, out.pointers, begin, end); });
   return {out.qdata, out.scale, factor_of(plan)};
 }
 
@@ -288,7 +286,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<
   const Tensor factors = empty({m.rows}, ScalarType::Float);
   float* factor = static_cast<float*>(factors.mutable_data_ptr());
   const int64_t groups = groups_of(1, m.blocks());
-  parallel(m.rows, m.columns, [&](int64_t begin, int64_t end) {
+  each_unit(m.rows, m.columns, [&](int64_t begin, int64_t end) {
     Plan own = plan;
     for (int64_t r = begin; r < end; ++r) {
       const Matrix row = row_of(m, r);
@@ -338,7 +336,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(const T
   const Plan plan_t = make_plan(spec_t, amax_t, rng_state, int(stream_t), x, transposed, col0, row0, full_rows);
   const Outputs out({m.rows}, m.rows, stored_blocks(m, plan));
   const Outputs out_t({m.columns}, m.columns, stored_blocks(transposed, plan_t));
-  parallel(pair_units(m), kPairRows * kPairColumns, [&](int64_t begin, int64_t end) {
+  each_unit(pair_units(m), kPairRows * kPairColumns, [&](int64_t begin, int64_t end) {
     kernels().quantize_pair(m, plan, out.pointers, plan_t, out_t.pointers, begin, end);
   });
   return {out.qdata, out.scale, factor_of(plan), out_t.qdata, out_t.scale, factor_of(plan_t)};
@@ -367,8 +365,8 @@ Tensor dequantize(const Tensor& qdata, const Tensor& scale, std::optional<Tensor
   Tensor out = empty(with_last(qdata, columns), type);
   void* data = out.mutable_data_ptr();
   const Dtype dtype = dtype_of(type, "dtype");
-  parallel(groups_of(in.rows, in.blocks), kGroupElements,
-           [&](int64_t begin, int64_t end) { kernels().dequantize(in, dtype, data, begin, end); });
+  each_unit(groups_of(in.rows, in.blocks), kGroupElements,
+            [&](int64_t begin, int64_t end) { kernels().dequantize(in, dtype, data, begin, end); });
   return out;
 }
 
@@ -395,7 +393,7 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, st
   void* data = out.mutable_data_ptr();
   const Dtype dtype = dtype_of(type, "dtype");
   const auto [units, elements] = quantize_units(m, plan);
-  parallel(units, elements, [&](int64_t begin, int64_t end) {
+  each_unit(units, elements, [&](int64_t begin, int64_t end) {
     kernels().fake_quantize(m, plan, factor_data, dtype, data, columns, begin, end);
   });
   return {out, factor};
