@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.quantization.conv1d import is_linear
 
 
@@ -68,7 +69,7 @@ def keep_dense(*which: str | Callable[[nn.Module, str], bool]) -> Filter:
             if isinstance(one, str) and names and not any(_matches(name, one) for name in names):
                 warnings.warn(
                     f"keep_dense({one!r}) keeps nothing dense: no module of the {type(model).__name__} has that name",
-                    stacklevel=2,
+                    stacklevel=user_level(),
                 )
 
     return Filter(lambda module, name: not is_dense(module, name), check)
