@@ -78,7 +78,7 @@ def is_transformed() -> bool:
 def with_derivative_of(values: Tensor, smooth: Tensor) -> Tensor:
     """Return ``values`` with the derivatives of ``smooth``."""
     # Subtracts zero, because adding it would turn -0.0 into 0.0.
-    return (values - (smooth.detach() - smooth).nan_to_num(0, 0, 0)).to(values.dtype)
+    return (values - (smooth.detach() - smooth).nan_to_num()).to(values.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):

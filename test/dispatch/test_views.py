@@ -6,6 +6,8 @@ import weakref
 
 import pytest
 import torch
+from helpers.refusals import refuses
+from helpers.writes import matrix as matrix_of
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
 
@@ -35,8 +37,11 @@ NEW = {
 TAKES = SHARE_ALL | SHARE_CODES | NEW
 
 
-def matrix(rows=300, columns=208, scale=1.0, **arguments) -> NVFP4Tensor:
-    return quantize(torch.randn(rows, columns) * scale, **arguments)
+TRANSFORMED = QuantizeSpec(hadamard_sign=True)
+
+
+def matrix(rows=300, columns=208, *args, **arguments) -> NVFP4Tensor:
+    return matrix_of(rows, columns, *args, **arguments)
 
 
 def storages(t):
@@ -73,43 +78,38 @@ def test_new_tensors_own_all_of_their_fields():
             assert (u.dequantize() == 100).all() and torch.equal(t.dequantize(), before)
 
 
-def refused(make, take, error, message):
-    return pytest.param(make, take, error, message, id=message)
-
-
-@pytest.mark.parametrize(("make", "take", "error", "message"), [
-    refused(matrix, lambda t: t.view(-1, 8), RuntimeError, "or a block would be split"),
-    refused(matrix, lambda t: t[:, 5:30], RuntimeError, "must start at a multiple of 16"),
-    refused(matrix, lambda t: t[:, 5], RuntimeError, "with step 1"),
-    refused(matrix, lambda t: t[3][5], RuntimeError, "0-d view would split"),
-    refused(matrix, lambda t: t.as_strided((4, 208), (208, 1), 297 * 208), RuntimeError, "beyond the end"),
-    refused(matrix, lambda t: t.t().view(-1), RuntimeError, "copied to the order of its rows"),
-    refused(matrix, lambda t: t.unsqueeze(3), IndexError, "out of range"),
-    refused(matrix, lambda t: t.index_select(1, torch.tensor([0])), RuntimeError, "split blocks of 16"),
-    refused(matrix, lambda t: t[[0], [1]], RuntimeError, "split blocks of 16"),
-    refused(lambda: matrix(4, 100), lambda t: t.flatten().dequantize(), RuntimeError,
-            "rows of 100 elements cannot become rows of 400, because 100 is not a multiple"),
-    refused(lambda: quantize(torch.randn(4, 64), QuantizeSpec(hadamard_sign=True)), lambda t: t[:, :40], RuntimeError,
-            "Hadamard-transformed block cannot be split"),
-    refused(lambda: quantize(torch.randn(4, 32), QuantizeSpec(row_scaled=True)), lambda t: t.view(2, 64), RuntimeError,
-            "more than one per-tensor scale"),
-    refused(lambda: matrix(4, 32), lambda t: torch.cat([t, matrix(4, 32)], 1), RuntimeError, "one amax"),
-    refused(lambda: matrix(4, 30, amax=4.0), lambda t: torch.cat([t, t], 1), RuntimeError, "multiples of 16 columns"),
-    refused(lambda: matrix(4, 32), lambda t: torch.cat([t, torch.randn(4, 32)]), RuntimeError, "joined with dense"),
-    refused(lambda: matrix(4, 32), lambda t: torch.cat([t, matrix(4, 32).bfloat16()]), RuntimeError, "differ in dtype"),
-    refused(lambda: matrix(32, 32), lambda t: torch.cat([t, t.t()]), RuntimeError, "transposition"),
-    refused(lambda: matrix(4, 32), lambda t: torch.cat([t, matrix(4, 32, spec=QuantizeSpec(hadamard_sign=1))]),
-            RuntimeError, "different Hadamard"),
-    refused(lambda: matrix(4, 32), lambda t: torch.cat([t, t._replace(activation_spec=QuantizeSpec())]),
-            RuntimeError, "different activation specs or product backends"),
-    *(refused(lambda: quantize(torch.ones(3, 30)), lambda t, join=join: join([t, quantize(torch.ones(3, 32))]),
-              RuntimeError, "differ outside of dimension") for join in (torch.cat, torch.stack)),
-    refused(matrix, lambda t: torch.nn.functional.pad(t, [0, 8]), RuntimeError, "along the rows"),
-    refused(matrix, lambda t: torch.nn.functional.pad(t, [0, 0, 0, 8], value=1), RuntimeError, "with zeros"),
-])  # fmt: skip
-def test_refused(make, take, error, message):
-    with pytest.raises(error, match=message):
-        take(make())
+test_refused = refuses(
+    (lambda: matrix().view(-1, 8), "or a block would be split"),
+    (lambda: matrix()[:, 5:30], "must start at a multiple of 16"),
+    (lambda: matrix()[:, 5], "with step 1"),
+    (lambda: matrix()[3][5], "0-d view would split"),
+    (lambda: matrix().as_strided((4, 208), (208, 1), 297 * 208), "beyond the end"),
+    (lambda: matrix().t().view(-1), "copied to the order of its rows"),
+    (lambda: matrix().unsqueeze(3), IndexError, "out of range"),
+    (lambda: matrix().index_select(1, torch.tensor([0])), "split blocks of 16"),
+    (lambda: matrix()[[0], [1]], "split blocks of 16"),
+    (
+        lambda: matrix(4, 100).flatten().dequantize(),
+        "rows of 100 elements cannot become rows of 400, because 100 is not a multiple",
+    ),
+    (lambda: matrix(4, 64, spec=TRANSFORMED)[:, :40], "Hadamard-transformed block cannot be split"),
+    (lambda: matrix(4, 32, spec=QuantizeSpec(row_scaled=True)).view(2, 64), "more than one per-tensor scale"),
+    (lambda: torch.cat([matrix(4, 32), matrix(4, 32)], 1), "one amax"),
+    (lambda: torch.cat([matrix(4, 30, amax=4.0)] * 2, 1), "multiples of 16 columns"),
+    (lambda: torch.cat([matrix(4, 32), torch.randn(4, 32)]), "joined with dense"),
+    (lambda: torch.cat([matrix(4, 32), matrix(4, 32).bfloat16()]), "differ in dtype"),
+    (lambda: torch.cat([matrix(32, 32), matrix(32, 32).t()]), "transposition"),
+    (lambda: torch.cat([matrix(4, 32), matrix(4, 32, spec=TRANSFORMED)]), "different Hadamard"),
+    (
+        lambda: torch.cat([t := matrix(4, 32), t._replace(activation_spec=QuantizeSpec())]),
+        "different activation specs or product backends",
+    ),
+    (lambda: torch.cat([matrix(3, 30), matrix(3, 32)]), "differ outside of dimension"),
+    (lambda: torch.stack([matrix(3, 30), matrix(3, 32)]), "differ outside of dimension"),
+    (lambda: torch.nn.functional.pad(matrix(), [0, 8]), "along the rows"),
+    (lambda: torch.nn.functional.pad(matrix(), [0, 0, 0, 8], value=1), "with zeros"),
+    error=RuntimeError,
+)
 
 
 @pytest.mark.smoke

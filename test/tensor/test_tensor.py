@@ -273,15 +273,10 @@ def test_copies_through_every_door(device, spec, transposed, parameter):
         assert isinstance(other, torch.nn.Parameter) == parameter and other.qdata.data_ptr() != t.qdata.data_ptr()
 
 
-def test_bits_per_element_counts_everything_stored():
-    t = quantize(torch.randn(128, 64))
-    assert t.stored_bytes == 128 * 32 + 128 * 4 + 4
-    assert t.bits_per_element == 8 * t.stored_bytes / (128 * 64)
-    assert quantize(torch.empty(0, 64)).bits_per_element == 32
-
-
-def test_describe_names_how_it_multiplies():
+def test_it_describes_how_it_multiplies_and_all_that_it_stores():
     t = quantize(torch.randn(256, 256))
+    assert t.stored_bytes == 256 * 128 + 256 * 16 + 4 and t.bits_per_element == 8 * t.stored_bytes / 256**2
+    assert quantize(torch.empty(0, 64)).bits_per_element == 32
     static = t._replace(activation_spec=SPECS[0], activation_amax=torch.tensor(2.0))
     for each, activation in (
         (t, ""), (static._replace(activation_amax=None), ", activation (rne, 1x16)"),

@@ -147,7 +147,6 @@ def test_experts_have_tiles_of_their_own(rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_reads_the_same_tiles():
     t = copied(quantize(dense()))
     on_gpu = t.cuda()
