@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.model_states import state_of
 from helpers.run_ranks import mesh_of_all, on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -49,11 +50,6 @@ def shard(model, how):
         for name in expert_weights(experts):
             sharded = distribute_tensor(getattr(experts, name).data, mesh, [Shard(0)])
             setattr(experts, name, nn.Parameter(sharded))
-
-
-def state_of(model):
-    modules = [(name, type(module), sorted(module.__dict__)) for name, module in model.named_modules()]
-    return modules, {name: (id(p), type(p.data)) for name, p in model.named_parameters()}
 
 
 NAMED = {

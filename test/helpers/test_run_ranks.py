@@ -18,10 +18,6 @@ def doubled(value):
     return value * 2, dist.get_rank(), total.item()
 
 
-def test_results_by_rank():
-    assert run_ranks(doubled, 3, 4) == [(8, 0, 3.0), (8, 1, 3.0), (8, 2, 3.0)]
-
-
 @on_ranks(2, 3)
 @pytest.mark.parametrize("value", [5])
 def test_a_body_runs_on_each_rank(value, tmp_path):

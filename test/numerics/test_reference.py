@@ -81,14 +81,11 @@ def test_random16_is_the_contracts_window_of_the_128_bits():
         assert r16[row, block * 16 : block * 16 + 16].tolist() == [bits >> 8 * e & 0xFFFF for e in range(16)]
 
 
-@pytest.mark.parametrize(
-    ("mode", "codes"),
-    [("rne", (0, 2, 2, 4, 4, 6, 6)), ("away", (1, 2, 3, 4, 5, 6, 7)), ("zero", (0, 1, 2, 3, 4, 5, 6))],
-)
+@pytest.mark.parametrize(("mode", "codes"), [("rne", "0224466"), ("away", "1234567"), ("zero", "0123456")])
 def test_ties(mode, codes):
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    assert tuple(reference.round_e2m1(ties, RoundingMode.of(mode)).tolist()) == codes
-    assert tuple(reference.round_e2m1(-ties, RoundingMode.of(mode)).tolist()) == tuple(code | 8 for code in codes)
+    for sign, values in ((0, ties), (8, -ties)):
+        assert reference.round_e2m1(values, RoundingMode.of(mode)).tolist() == [int(code) | sign for code in codes]
 
 
 @settings(max_examples=300, deadline=None)

@@ -13,12 +13,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def experts():
     generator = torch.Generator().manual_seed(0)
-    w = torch.randn(4, 48, 64, generator=generator).requires_grad_()
-    return (
-        torch.randn(60, 64, generator=generator).requires_grad_(),
-        w,
-        torch.tensor([17, 17, 40, 57], dtype=torch.int32),
-    )
+    x, w = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((60, 64), (4, 48, 64)))
+    return x, w, torch.tensor([17, 17, 40, 57], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("recipe", ["nvidia", "accurate_eden", "forward_only"])
@@ -77,13 +73,7 @@ def test_one_graph_has_the_same_bits(experts, recipe, trained):
                 y = each(x, w, ends)
             outcomes.append([y, *torch.autograd.grad(y.float().square().sum(), wanted)])
         assert all(map(torch.equal, *outcomes))
-
-
-def test_one_graph_reads_offs_when_it_runs(experts):
-    x, w, offs = experts
-    compiled = torch.compile(training.grouped_linear, fullgraph=True, backend="aot_eager")
-    compiled(x, w, offs)
-    with pytest.raises(ValueError, match="ends of groups in order"):
+    with pytest.raises(ValueError, match="ends of groups in order"):  # which are read when the graph runs
         compiled(x, w, offs.flip(0))
 
 

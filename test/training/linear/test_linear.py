@@ -167,6 +167,8 @@ def test_inputs_of_any_rank(shape):
     y.sum().backward()
     assert x.grad.shape == shape
     assert torch.equal(y.reshape(-1, 48), training.linear(x.reshape(-1, 64), w, bias, "nvidia"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert training.linear(x, w, bias).dtype == torch.bfloat16
 
 
 def test_gradients_that_are_views_or_expanded():
@@ -250,13 +252,6 @@ def test_a_weight_changed_before_its_backward_raises():
         y.backward(dy)
 
 
-def test_a_second_derivative_raises():
-    x, w, _, _ = case()
-    y = training.linear(x, w).square().sum()
-    with pytest.raises(RuntimeError, match=r'no second derivative.*set_recipe\(model, forward="bf16"'):
-        torch.autograd.grad(y, x, create_graph=True)
-
-
 # --- Blackwell -------------------------------------------------------------------------------------------------------
 
 
@@ -318,9 +313,3 @@ test_invalid_arguments_raise = refuses(
     (lambda: of_float64("nvidia"), TypeError, r"not a weight of torch\.float64"),
     (lambda: of_float64(Recipe(dy=STOCHASTIC)), TypeError, r"not a weight of torch\.float64"),
 )
-
-
-def test_autocast_of_the_function():
-    x, w = torch.randn(4, 32), torch.randn(16, 32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert training.linear(x, w).dtype == torch.bfloat16

@@ -22,12 +22,16 @@ DRAWS = 1024
 Z = 6.5
 
 
+def case():
+    generator = torch.Generator().manual_seed(5)
+    x, w, dy = (torch.randn(s, generator=generator) for s in ((M, K), (N, K), (M, N)))
+    return x.requires_grad_(), w.requires_grad_(), dy
+
+
 @functools.cache
 def gradients(recipe, draws=DRAWS):
     """(draws, ...) of dx and of dw in float64, and both as they are with dy unquantized."""
-    generator = torch.Generator().manual_seed(5)
-    x, w, dy = (torch.randn(s, generator=generator) for s in ((M, K), (N, K), (M, N)))
-    x.requires_grad_(), w.requires_grad_()
+    x, w, dy = case()
     torch.manual_seed(11)
     # A fresh forward for each: x^T may be drawn, too.
     seen = [torch.autograd.grad(training.linear(x, w, None, recipe), (x, w), dy) for _ in range(draws)]
@@ -80,9 +84,7 @@ def test_all_operands_stochastic_multiply_to_the_exact_expectation():
     """No product has two operands of one stream of random bits: equal bits would correlate."""
     up = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
     recipe = Recipe(x=up, w=up, dy=up, w_for_dx=up, dy_t=up, x_t=up)
-    generator = torch.Generator().manual_seed(5)
-    x, w, dy = (torch.randn(s, generator=generator) for s in ((M, K), (N, K), (M, N)))
-    x.requires_grad_(), w.requires_grad_()
+    x, w, dy = case()
     torch.manual_seed(2)
     drawn = []
     for _ in range(DRAWS):
