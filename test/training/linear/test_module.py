@@ -260,26 +260,12 @@ def test_autocast(recipe):
 # --- a model's life --------------------------------------------------------------------------------------------------
 
 
-def test_the_weight_stays_the_same_parameter_for_an_earlier_optimizer():
-    torch.manual_seed(0)
-    model = Decoder()
+def test_parameters_and_state_dict_are_those_of_the_dense_model():
+    """An optimizer that was made before has the same parameters, and a dense model takes the weights."""
+    model, dense = Decoder(), Decoder()
     parameters = list(model.parameters())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     quantize_(model, NVFP4TrainingConfig(), filter_fn=training.keep_dense("lm_head"))
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
-    x, target = torch.randn(64, 32), torch.randn(64, 40)
-    losses = []
-    for _ in range(30):
-        loss = (model(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.7 * losses[0]
-
-
-def test_state_dict_is_that_of_the_dense_model():
-    model, dense = model_of(), Decoder()
     assert model.state_dict().keys() == dense.state_dict().keys()
     dense.load_state_dict(model.state_dict())
     x = torch.randn(4, 32)
