@@ -146,7 +146,8 @@ REFUSED = {
     "Hadamard": {"spec": QuantizeSpec(hadamard_sign=True)},
     "without row_scaled": {"spec": QuantizeSpec(row_scaled=True)},
     r"has no option format; .* convert call it to": {"format": "modelopt"},
-    "already exists": {"dst": "src"},
+    "src already exists": {"dst": "src"},
+    r"config\.json already exists": {"dst": "src/config.json"},
     "expected a dense model, found one quantized by modelopt": {"src": "dst"},
 }
 

@@ -62,6 +62,9 @@ def test_bars_are_as_high_as_their_values():
     drawn = bars([Mark("a", 1.0, "a"), Mark("b", 4.0, "b"), Mark("c", 2.0, "c")], unit="x")
     low, high, middle = heights(drawn)
     assert low / high == pytest.approx(0.25, abs=1e-3) and middle / high == pytest.approx(0.5, abs=1e-3)
+    places = [float(x) + float(w) / 2 for x, w in re.findall(r'<rect[^>]* x="([\d.]+)"[^>]* width="([\d.]+)"', drawn)]
+    labels = [float(x) for x in re.findall(r'class="tick middle" x="([\d.]+)"', drawn)]
+    assert labels == pytest.approx(places, abs=0.02)
     marks = [Mark("a", 1.0, ""), Mark("b", 10.0, ""), Mark("none", 0.0, ""), Mark("c", 100.0, "")]
     one, ten, hundred = heights(bars(marks, unit="x", log=True))
     assert one == 0.5 and hundred / ten == pytest.approx(2, abs=1e-3)

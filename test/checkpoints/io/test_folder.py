@@ -83,16 +83,6 @@ def test_files_are_cut_between_weights(src, tmp_path):
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) == 1
 
 
-def test_a_folder_that_is_empty_is_taken_and_a_file_is_not(src, tmp_path):
-    (tmp_path / "dst").mkdir()
-    checkpoints.quantize(src, tmp_path / "dst", progress=False)
-    assert checkpoints.detect(tmp_path / "dst") == "modelopt"
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="already exists"):
-        checkpoints.quantize(src, tmp_path / "file", progress=False)
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_config_has(tmp_path):
     assert not config_has(tmp_path, bool) and not config_has(tmp_path / "none", bool)
     for text, says in ((b'{"a": 1}', True), (b"{}", False), (b"[1]", False), (b"{", False), (b"\xff", False)):

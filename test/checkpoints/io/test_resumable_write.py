@@ -6,6 +6,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from checkpoints.io.test_files import replaced
 from helpers.checkpoint_folders import dense_tensors, same_files, write_dense
 from helpers.checkpoints import TINY, InMemory, quantized, tiny_tensors
 
@@ -37,13 +38,15 @@ def interrupted(tmp_path, monkeypatch):
     return (tmp_path / "dst.partial" / names[1]).stat().st_ino
 
 
-@pytest.mark.parametrize("changed", ["nothing", "the spec", "a shard"])
+@pytest.mark.parametrize("changed", ["nothing", "the spec", "a shard", "the source"])
 def test_an_interrupted_run_is_taken_up(tmp_path, interrupted, changed):
-    """What was written for another spec, or was cut, is written again."""
+    """What was written for another spec, of other files of the same sizes and times, or was cut, is written again."""
     spec = QuantizeSpec(four_over_six=changed == "the spec")
     file = tmp_path / "dst.partial/model-00001-of-00003.safetensors"
     if changed == "a shard":
         file.write_bytes(file.read_bytes()[:-1])
+    for each in (tmp_path / "src").glob("*.safetensors") if changed == "the source" else ():
+        replaced(each)
     checkpoints.quantize(tmp_path / "src", tmp_path / "dst", spec=spec, progress=False)
     assert changed != "nothing" or (tmp_path / "dst" / file.name).stat().st_ino == interrupted
     checkpoints.quantize(tmp_path / "src", tmp_path / "again", spec=spec, progress=False)
