@@ -181,7 +181,7 @@ def test_experts_of_a_method(missing):
     y = method.sum_experts(layer, x, ones, ids, serving.Combine.SILU)
     for expert in range(2):
         rows = rounded(x[expert::2], "static", 0.1) @ decoded([first[expert]]).t()
-        hidden = serving.Combine.SILU(rows.bfloat16())
+        hidden = serving.combined(rows.bfloat16(), serving.Combine.SILU)
         expected = rounded(hidden, "static", 0.1) @ decoded([second[expert]]).t()
         assert (y[expert::2] - expected).norm() < 0.02 * expected.norm()
 

@@ -161,4 +161,4 @@ def test_vllm_has_our_activations(plugin):
         if not activation.is_gated:  # the gated ones are compiled code
             out = torch.empty_like(x)
             apply_moe_activation(activation, out, x.clone())
-            torch.testing.assert_close(combine(x), out)
+            torch.testing.assert_close(serving.combined(x, combine), out)
