@@ -48,6 +48,7 @@ def test_rows_are_lines_of_one_aligned_table():
     ]
     lines = [*table.head().splitlines(), *map(str, rows)]
     assert len({len(line) for line in lines}) == 1 and {line.count("|") for line in lines} == {len(table.HEAD) + 1}
+    assert all(set(cell) <= set("-:") for cell in lines[1][2:-2].split(" | "))
     cells = [cell.strip() for cell in lines[3].split("|")[1:-1]]
     assert cells == ["nearest", "13.100", "269.0 MB", "4.50", "20.0", "-", "1.5 s"]
     assert table.continuations(rows).splitlines()[0].split("  ")[-1] == "'Paris'"

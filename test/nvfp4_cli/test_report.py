@@ -46,7 +46,8 @@ def test_inspect_says_how_to_learn_what_it_cannot_know(reports, quantized, dense
     """The command in its report, with the names put in, is one that runs."""
     import nvfp4_cli
 
-    command = html.unescape(re.search(r"<pre>nvfp4 (.*)</pre>", reports["inspect"].read_text())[1])
+    _, said = reports["inspect"].read_text().split("<h2>Errors, and what to leave dense</h2>")
+    command = html.unescape(re.search(r"<pre>nvfp4 (.*)</pre>", said)[1])
     names = {"DENSE": str(dense), "TEXT": str(text), "compare.html": str(tmp_path / "compare.html")}
     arguments = [names.get(word, word) for word in shlex.split(command)]
     assert arguments[:3] == ["compare", str(dense), str(quantized)]
