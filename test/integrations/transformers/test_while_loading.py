@@ -130,13 +130,6 @@ def test_generates_as_the_decoded_model_does(llama, ids, attention):
     assert (logits.amax(-1, keepdim=True) - chosen).max() < 0.02 * logits.std()
 
 
-@pytest.mark.slow
-def test_compiles_without_a_break(llama, ids):
-    model = load(llama()[1], dtype=torch.float32)
-    expected = model(ids).logits
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(ids).logits, expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_dtype_of_the_callers(llama, dtype):
     """The weight is cast to the model's dtype before it is quantized."""

@@ -13,6 +13,7 @@ from nvfp4_tensor import NVFP4Tensor, checkpoints
 from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer
 
 gguf = pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers", minversion="5.21")
 SIZES = {
     "vocab_size": 96, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1, "eos_token_id": 2,
@@ -115,7 +116,6 @@ def test_a_published_folder_gives_the_file_of_the_model(tmp_path, published, hea
 
 @pytest.mark.parametrize("to", ["modelopt", "gguf"])
 def test_a_quantized_output_layer_is_a_copy_of_the_embedding(tmp_path, model, published, to):
-    pytest.importorskip("accelerate")
     path = tmp_path / ("q.gguf" if to == "gguf" else "q")
     options = {"tokenizer": None} if to == "gguf" else {}
     checkpoints.quantize(published, path, to=to, quantize_lm_head=True, progress=False, **options)
@@ -134,13 +134,11 @@ def test_a_quantized_output_layer_is_a_copy_of_the_embedding(tmp_path, model, pu
 
 
 def test_a_published_folder_opens(model, published):
-    pytest.importorskip("accelerate")
     with torch.no_grad():
         assert torch.equal(open_model(published)(IDS).logits, model(IDS).logits)
 
 
 def test_the_tokenizer_of_a_file_opens(tmp_path, model):
-    pytest.importorskip("accelerate")
     checkpoints.convert(tmp_path / "dense", tmp_path / "a.gguf", to="gguf", tokenizer=trained(), progress=False)
     text = "the hen and the fox"
     assert open_tokenizer(tmp_path / "a.gguf")(text).input_ids == trained()(text).input_ids
