@@ -44,7 +44,6 @@ class CompressedTensors(TableFormat):
     )
     config_keys = ("quantization_config", "compression_config")  # the second one is of earlier releases
     is_static = True
-    stores_divisors = True
     reserved = (
         ".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale", ".input_scale",
         ".weight_zero_point", ".input_zero_point", ".weight_shape",

@@ -113,7 +113,7 @@ class MLX(TableFormat):
         lossy: bool = False,
         **options: Any,
     ) -> None:
-        """See :meth:`SafetensorsFormat.write`.
+        """See :meth:`TableFormat.write`.
 
         Args:
             global_scale: keep per-tensor scales as tensors ``global_scale``, which mlx-lm does not load.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import enum
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -18,15 +19,25 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
-from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, SafetensorsFormat, check_writable
-from nvfp4_tensor.checkpoints.io.safetensors import Shards, read_json
+from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, warn_of_nan
+from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_is_new, fingerprint
+from nvfp4_tensor.checkpoints.io.safetensors import ShardFile, Shards, read_json, write_json
+from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups, without_input_scale
-from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
+from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, nan_blocks
+from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS, ceil_to, scale_tiles, swizzle, unswizzle
-from nvfp4_tensor.quantization.names import some
+from nvfp4_tensor.quantization.names import joined_with, some
+
+SHARD_BYTES = 4 << 30
+"""The approximate size of a shard, if the source has only one."""
+
+Plan: TypeAlias = "dict[str, dict[str, dict[str, Tensor]]]"
+"""The tensors of each parameter of each file, on the meta device."""
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -101,16 +112,18 @@ class Scheme:
     group: int = BLOCK
 
 
-class TableFormat(SafetensorsFormat):
-    """A format that stores weights as a table says.
+class TableFormat(Format):
+    """A format of safetensors files that stores weights as a table says.
 
     Attributes:
         layout: the table.
+        reserved: suffixes of its own tensors, which no dense tensor may have.
         is_static: whether its readers need input scales for all W4A4 weights.
         config_files, config_keys: where the configuration is, and its names in config.json.
     """
 
     layout: Layout
+    reserved: ClassVar[tuple[str, ...]] = ()
     is_static: ClassVar[bool] = False
     config_files: ClassVar[str] = "config.json"
     config_keys: ClassVar[tuple[str, ...]] = ("quantization_config",)
@@ -132,6 +145,11 @@ class TableFormat(SafetensorsFormat):
             return False
 
     def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the quantization settings of a folder, and remove them from ``config``, which is config.json.
+
+        Raises:
+            ValueError: the folder has another format, or a kind of quantization that is not supported.
+        """
         found = self.configuration(folder, config)
         if found is None:
             raise ValueError(
@@ -151,6 +169,8 @@ class TableFormat(SafetensorsFormat):
         """
 
     def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
+        """Return the parameters of a folder, and check that each linear has all tensors, with their dtypes and
+        shapes."""
         schemes = self.schemes(checkpoint)
         keys = {name: self.layout.keys_of(name) for name in schemes}
         parts = {key for each in keys.values() for key in each.values()}
@@ -207,9 +227,11 @@ class TableFormat(SafetensorsFormat):
         return shape
 
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
+        """Return the quantization_config of ``checkpoint`` for config.json, or None to omit it."""
         return None
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
+        """Return the parts of the weight ``name`` from the format's tensors."""
         layout, keys = self.layout, self.layout.keys_of(name)
         codes, scale = tensors[keys["qdata"]].view(torch.uint8), tensors[keys["scale"]]
         *leading, columns = entry.shape
@@ -245,6 +267,7 @@ class TableFormat(SafetensorsFormat):
         return stored / LARGEST if self.layout.number is Number.AMAX else stored, None
 
     def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
+        """Return the format's tensors of the weight ``name``. Parts on the meta device give tensors on it."""
         layout, keys = self.layout, self.layout.keys_of(name)
         codes, scale = parts.qdata, parts.scale
         if layout.row_multiple > 1:
@@ -275,8 +298,13 @@ class TableFormat(SafetensorsFormat):
         return tensors
 
     def check_names(self, checkpoint: Checkpoint) -> None:
-        super().check_names(checkpoint)
+        """Raise a ValueError for dense tensors whose names a reader would take for tensors of quantized weights."""
         entries = checkpoint.entries
+        dense = [name for name, entry in entries.items() if not entry.quantized]
+        if reserved := [name for name in dense if self.reserved and name.endswith(self.reserved)]:
+            raise ValueError(
+                f"{self.name} reserves such names for quantized weights, but {some(reserved)} are dense: rename them"
+            )
         own = [key for name, e in entries.items() if e.quantized for key in self.layout.keys_of(name).values()]
         if taken := [key for key in own if key in entries and not entries[key].quantized]:
             raise ValueError(
@@ -284,10 +312,18 @@ class TableFormat(SafetensorsFormat):
             )
 
     def check(self, checkpoint: Checkpoint) -> None:
-        layout, entries = self.layout, checkpoint.entries
-        rows, padded = "per_tensor_scale" not in layout.keys, layout.row_multiple > 1
-        check_writable(checkpoint, self.name, rows=rows, padded=padded)
-        quantized = {name: entry for name, entry in entries.items() if entry.quantized}
+        """Raise a ValueError with the names of tensors that this format cannot store."""
+        layout = self.layout
+        quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
+        many = [name for name, entry in quantized.items() if entry.scales and len(entry.shape) == 2]
+        if many and "per_tensor_scale" in layout.keys:
+            raise ValueError(
+                f"{self.name} has one per-tensor scale per weight, but {some(many)} have one per row, as joined "
+                "linears do: split them before saving"
+            )
+        odd = [f"{name} {list(entry.shape)}" for name, entry in quantized.items() if entry.shape[-1] % BLOCK]
+        if odd and layout.row_multiple == 1:
+            raise ValueError(f"{self.name} needs columns in multiples of {BLOCK}: leave {some(odd)} dense")
         odd = [
             f"{name} {list(entry.shape)}"
             for name, entry in quantized.items()
@@ -306,6 +342,132 @@ class TableFormat(SafetensorsFormat):
                     "input scale: use calibrate(model, batches), or write only the weights with weight_only=True"
                 )
             warn_of_mixed_groups(checkpoint)
+
+    def files_of(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+        """Return further JSON files of the format, by name."""
+        return {}
+
+    def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
+        """Return the metadata for the header of each shard."""
+        return {"format": "pt"}
+
+    def read(self, path: Path) -> FolderCheckpoint:
+        return FolderCheckpoint(self, Path(path))
+
+    def write(
+        self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, shard_bytes: int | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """See :meth:`Format.write`. If a call is interrupted, the same call with an unchanged source continues after
+        its last complete shard.
+
+        Args:
+            shard_bytes: the maximum size of a file. By default, the files are those of the source if it has several,
+                and have 4 GiB otherwise.
+        """
+        if options:
+            renamed = {
+                "to": "checkpoints.save calls it format",
+                "format": "checkpoints.quantize and convert call it to",
+            }
+            hints = [f"; {renamed[name]}" for name in options if name in renamed]
+            raise ValueError(f"{self.name} has no option {', '.join(options)}{''.join(hints)}")
+        path = Path(path)
+        self.check_names(checkpoint)
+        self.check(checkpoint)
+        check_understood(checkpoint.entries, checkpoint.path)
+        check_is_new(path, checkpoint)
+        plan = self._plan(checkpoint, shard_bytes)
+        with ResumableFolder(path, fingerprint(self.name, checkpoint, shard_bytes)) as state:
+            self._write_shards(checkpoint, plan, state, progress)
+            self._write_rest(checkpoint, plan, state)
+            checkpoint.check_unchanged()
+            state.finish()
+
+    def _plan(self, checkpoint: Checkpoint, shard_bytes: int | None) -> Plan:
+        """Distribute parameters over files. Linears that servers join are adjacent, because they are quantized
+        together."""
+        entries, tensors_of = checkpoint.entries, {}
+        for name in dict.fromkeys(itertools.chain.from_iterable(joined_with(each, entries) for each in entries)):
+            tensors_of[name] = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta")}
+            if entries[name].quantized:
+                tensors_of[name] = self.encode(name, entries[name].meta(), entries[name])
+        sources = {str(entry.shard) for entry in entries.values()}
+        if shard_bytes is not None or len(sources) < 2 or not all(each.endswith(".safetensors") for each in sources):
+            return _by_size(tensors_of, SHARD_BYTES if shard_bytes is None else shard_bytes)
+        plan: Plan = {source: {} for source in sorted(sources)}
+        for name, tensors in tensors_of.items():
+            plan[str(entries[name].shard)][name] = tensors
+        return plan
+
+    def _write_shards(self, checkpoint: Checkpoint, plan: Plan, state: ResumableFolder, progress: bool) -> None:
+        total = sum(entry.nbytes for entry in checkpoint.entries.values())
+        bar = tqdm(total=total, desc=f"writing {state.path.name}", unit="B", unit_scale=True, disable=not progress)
+        with bar:
+            for file, names in plan.items():
+                if state.is_done(file):
+                    bar.update(sum(checkpoint.entries[name].nbytes for name in names))
+                else:
+                    state.done(file, *self._write_shard(checkpoint, state.folder / file, names, bar))
+
+    def _write_shard(
+        self, checkpoint: Checkpoint, file: Path, names: Mapping[str, Mapping[str, Tensor]], bar: tqdm
+    ) -> tuple[int, dict[str, Any], list[str]]:
+        """Write a shard. Return its size in bytes, the factors for the sidecar, and its linears with NaN."""
+        tensors = {key: tensor for tensors_of in names.values() for key, tensor in tensors_of.items()}
+        factors: dict[str, Any] = {}
+        with_nan: list[str] = []
+        with ShardFile(file, tensors, self.metadata(checkpoint)) as shard:
+            for name in names:
+                entry = checkpoint.entries[name]
+                if entry.quantized:
+                    parts = checkpoint.linear(name)
+                    shard.write_later(self.encode(name, parts, entry))
+                    if lost := lost_factors(parts, stores_divisors=self.layout.number is Number.DIVISOR):
+                        factors[name] = lost
+                    if nan_blocks(parts):
+                        with_nan.append(name)
+                else:
+                    for chunk in checkpoint.chunks(name):
+                        shard.write(name, chunk)
+                bar.update(entry.nbytes)
+            checkpoint.check_unchanged()
+            shard.finish()
+        return shard.nbytes, factors, with_nan
+
+    def _write_rest(self, checkpoint: Checkpoint, plan: Plan, state: ResumableFolder) -> None:
+        """Write the index, configs and sidecar, and copy the other files of the source."""
+        checkpoint.write_auxiliary_files(state.folder)
+        tensors = [(key, t, file) for file, names in plan.items() for of in names.values() for key, t in of.items()]
+        if len(plan) > 1:
+            total, where = sum(tensor.nbytes for _, tensor, _ in tensors), {key: file for key, _, file in tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            write_json(state.folder / "model.safetensors.index.json", index)
+        quantization = self.config_of(checkpoint)
+        config = (
+            checkpoint.config if quantization is None else checkpoint.config | {"quantization_config": quantization}
+        )
+        files = {"config.json": config} if config else {}
+        for name, value in (files | self.files_of(checkpoint)).items():
+            write_json(state.folder / name, value)
+        write_factors(state.folder / SIDECAR, state.factors)
+        warn_of_nan(state.with_nan)
+
+
+def _by_size(tensors_of: Mapping[str, dict[str, Tensor]], shard_bytes: int) -> Plan:
+    """Fill files up to ``shard_bytes``, in the order of the entries."""
+    shards: list[dict[str, dict[str, Tensor]]] = [{}]
+    size = 0
+    for name, tensors in tensors_of.items():
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if shards[-1] and size + nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensors
+        size += nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
 def entries_of(shards: Shards) -> dict[str, Entry]:

@@ -1,53 +1,36 @@
-"""The base class of formats that are a folder of safetensors files and a config.json.
-
-A format is a subclass of :class:`SafetensorsFormat`. It defines the names of the tensors of a linear (``encode``,
-``decode``), which tensors of a folder are linears (``entries``), and the content of config.json.
-"""
+"""A checkpoint that is a folder of safetensors files and a config.json, or one such file."""
 
 from __future__ import annotations
 
-import abc
-import itertools
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.architectures import is_mask
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.io.files import Files, check_same
-from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_is_new, fingerprint
-from nvfp4_tensor.checkpoints.io.safetensors import ShardFile, Shards, parse_json, read_json, write_json
-from nvfp4_tensor.checkpoints.io.sidecar import (
-    SIDECAR,
-    lost_factors,
-    read_factors,
-    sidecars_of,
-    with_factors,
-    write_factors,
-)
-from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, nan_blocks
+from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json, read_json
+from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, read_factors, sidecars_of, with_factors
+from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales
 from nvfp4_tensor.checkpoints.understood import check_understood
-from nvfp4_tensor.quantization.names import joined_with, natural, some
+from nvfp4_tensor.quantization.names import natural, some
 
-SHARD_BYTES = 4 << 30
-"""The approximate size of a shard, if the source has only one."""
+if TYPE_CHECKING:
+    from nvfp4_tensor.checkpoints.formats.table import TableFormat
 
 _OWN = ("config.json", "hf_quant_config.json", SIDECAR)
 """Files that formats write themselves."""
-Plan: TypeAlias = "dict[str, dict[str, dict[str, Tensor]]]"
-"""The tensors of each parameter of each file, on the meta device."""
 
 
 class FolderCheckpoint(Checkpoint):
     """A folder of safetensors files in some format."""
 
-    def __init__(self, format: SafetensorsFormat, path: Path) -> None:
+    def __init__(self, format: TableFormat, path: Path) -> None:
         self.path: Path = path
         self.format = format.name
         folder = path if path.is_dir() else path.parent
@@ -174,181 +157,6 @@ class _WithoutBytes(Mapping[str, Tensor]):
         return len(self._shards)
 
 
-class SafetensorsFormat(Format):
-    """The base class of formats that are folders of safetensors files.
-
-    Attributes:
-        stores_divisors: whether the format stores the inverse of per-tensor scales.
-        reserved: suffixes of the format's own tensors, which no dense tensor may have.
-    """
-
-    stores_divisors: ClassVar[bool] = False
-    reserved: ClassVar[tuple[str, ...]] = ()
-
-    @abc.abstractmethod
-    def quantization(self, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the quantization settings of a folder, for :meth:`entries`; ``config`` is config.json.
-
-        Raises:
-            ValueError: the folder has another format, or a kind of quantization that is not supported.
-        """
-
-    @abc.abstractmethod
-    def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
-        """Return the parameters of a folder, and check that each linear has all tensors, with their dtypes and
-        shapes."""
-
-    @abc.abstractmethod
-    def decode(self, name: str, tensors: Mapping[str, Tensor], entry: Entry) -> LinearParts:
-        """Return the parts of the weight ``name`` from the format's tensors."""
-
-    @abc.abstractmethod
-    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
-        """Return the format's tensors of the weight ``name``. Parts on the meta device give tensors on it."""
-
-    @abc.abstractmethod
-    def config_of(self, checkpoint: Checkpoint) -> dict[str, Any] | None:
-        """Return the quantization_config of ``checkpoint`` for config.json, or None to omit it."""
-
-    def check_names(self, checkpoint: Checkpoint) -> None:
-        """Raise a ValueError for dense tensors whose names a reader would take for tensors of quantized weights."""
-        dense = [name for name, entry in checkpoint.entries.items() if not entry.quantized]
-        if reserved := [name for name in dense if self.reserved and name.endswith(self.reserved)]:
-            raise ValueError(
-                f"{self.name} reserves such names for quantized weights, but {some(reserved)} are dense: rename them"
-            )
-
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Raise a ValueError with the names of tensors that this format cannot store."""
-        check_writable(checkpoint, self.name)
-
-    def files_of(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-        """Return further JSON files of the format, by name."""
-        return {}
-
-    def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
-        """Return the metadata for the header of each shard."""
-        return {"format": "pt"}
-
-    def read(self, path: Path) -> FolderCheckpoint:
-        return FolderCheckpoint(self, Path(path))
-
-    def write(
-        self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, shard_bytes: int | None = None,
-        **options: Any,
-    ) -> None:  # fmt: skip
-        """See :meth:`Format.write`. If a call is interrupted, the same call with an unchanged source continues after
-        its last complete shard.
-
-        Args:
-            shard_bytes: the maximum size of a file. By default, the files are those of the source if it has several,
-                and have 4 GiB otherwise.
-        """
-        if options:
-            renamed = {
-                "to": "checkpoints.save calls it format",
-                "format": "checkpoints.quantize and convert call it to",
-            }
-            hints = [f"; {renamed[name]}" for name in options if name in renamed]
-            raise ValueError(f"{self.name} has no option {', '.join(options)}{''.join(hints)}")
-        path = Path(path)
-        self.check_names(checkpoint)
-        self.check(checkpoint)
-        check_understood(checkpoint.entries, checkpoint.path)
-        check_is_new(path, checkpoint)
-        plan = self._plan(checkpoint, shard_bytes)
-        with ResumableFolder(path, fingerprint(self.name, checkpoint, shard_bytes)) as state:
-            self._write_shards(checkpoint, plan, state, progress)
-            self._write_rest(checkpoint, plan, state)
-            checkpoint.check_unchanged()
-            state.finish()
-
-    def _plan(self, checkpoint: Checkpoint, shard_bytes: int | None) -> Plan:
-        """Distribute parameters over files. Linears that servers join are adjacent, because they are quantized
-        together."""
-        entries, tensors_of = checkpoint.entries, {}
-        for name in dict.fromkeys(itertools.chain.from_iterable(joined_with(each, entries) for each in entries)):
-            tensors_of[name] = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta")}
-            if entries[name].quantized:
-                tensors_of[name] = self.encode(name, entries[name].meta(), entries[name])
-        sources = {str(entry.shard) for entry in entries.values()}
-        if shard_bytes is not None or len(sources) < 2 or not all(each.endswith(".safetensors") for each in sources):
-            return _by_size(tensors_of, SHARD_BYTES if shard_bytes is None else shard_bytes)
-        plan: Plan = {source: {} for source in sorted(sources)}
-        for name, tensors in tensors_of.items():
-            plan[str(entries[name].shard)][name] = tensors
-        return plan
-
-    def _write_shards(self, checkpoint: Checkpoint, plan: Plan, state: ResumableFolder, progress: bool) -> None:
-        total = sum(entry.nbytes for entry in checkpoint.entries.values())
-        bar = tqdm(total=total, desc=f"writing {state.path.name}", unit="B", unit_scale=True, disable=not progress)
-        with bar:
-            for file, names in plan.items():
-                if state.is_done(file):
-                    bar.update(sum(checkpoint.entries[name].nbytes for name in names))
-                else:
-                    state.done(file, *self._write_shard(checkpoint, state.folder / file, names, bar))
-
-    def _write_shard(
-        self, checkpoint: Checkpoint, file: Path, names: Mapping[str, Mapping[str, Tensor]], bar: tqdm
-    ) -> tuple[int, dict[str, Any], list[str]]:
-        """Write a shard. Return its size in bytes, the factors for the sidecar, and its linears with NaN."""
-        tensors = {key: tensor for tensors_of in names.values() for key, tensor in tensors_of.items()}
-        factors: dict[str, Any] = {}
-        with_nan: list[str] = []
-        with ShardFile(file, tensors, self.metadata(checkpoint)) as shard:
-            for name in names:
-                entry = checkpoint.entries[name]
-                if entry.quantized:
-                    parts = checkpoint.linear(name)
-                    shard.write_later(self.encode(name, parts, entry))
-                    if lost := lost_factors(parts, stores_divisors=self.stores_divisors):
-                        factors[name] = lost
-                    if nan_blocks(parts):
-                        with_nan.append(name)
-                else:
-                    for chunk in checkpoint.chunks(name):
-                        shard.write(name, chunk)
-                bar.update(entry.nbytes)
-            checkpoint.check_unchanged()
-            shard.finish()
-        return shard.nbytes, factors, with_nan
-
-    def _write_rest(self, checkpoint: Checkpoint, plan: Plan, state: ResumableFolder) -> None:
-        """Write the index, configs and sidecar, and copy the other files of the source."""
-        checkpoint.write_auxiliary_files(state.folder)
-        tensors = [(key, t, file) for file, names in plan.items() for of in names.values() for key, t in of.items()]
-        if len(plan) > 1:
-            total, where = sum(tensor.nbytes for _, tensor, _ in tensors), {key: file for key, _, file in tensors}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-            write_json(state.folder / "model.safetensors.index.json", index)
-        quantization = self.config_of(checkpoint)
-        config = (
-            checkpoint.config if quantization is None else checkpoint.config | {"quantization_config": quantization}
-        )
-        files = {"config.json": config} if config else {}
-        for name, value in (files | self.files_of(checkpoint)).items():
-            write_json(state.folder / name, value)
-        write_factors(state.folder / SIDECAR, state.factors)
-        warn_of_nan(state.with_nan)
-
-
-def _by_size(tensors_of: Mapping[str, dict[str, Tensor]], shard_bytes: int) -> Plan:
-    """Fill files up to ``shard_bytes``, in the order of the entries."""
-    shards: list[dict[str, dict[str, Tensor]]] = [{}]
-    size = 0
-    for name, tensors in tensors_of.items():
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        if shards[-1] and size + nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensors
-        size += nbytes
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
-
-
 def warn_of_nan(names: Sequence[str]) -> None:
     """Warn of weights with NaN blocks."""
     if names:
@@ -357,31 +165,3 @@ def warn_of_nan(names: Sequence[str]) -> None:
             "their source has NaN or infinity there, or is damaged",
             stacklevel=3,
         )
-
-
-def config_has(path: Path, find: Callable[[dict[str, Any]], object]) -> bool:
-    """Return whether ``path`` is a folder and ``find`` of its config.json is true."""
-    file = path / "config.json"
-    try:
-        return path.is_dir() and file.is_file() and bool(find(read_json(file)))
-    except (ValueError, OSError):
-        return False
-
-
-def check_writable(checkpoint: Checkpoint, format: str, *, rows: bool = False, padded: bool = False) -> None:
-    """Raise a ValueError with the names of linears that ``format`` cannot store.
-
-    Args:
-        rows: whether it supports one per-tensor scale per row; padded: whether it supports columns that are not a
-            multiple of 16.
-    """
-    quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
-    many = [name for name, entry in quantized.items() if entry.scales and len(entry.shape) == 2]
-    if many and not rows:
-        raise ValueError(
-            f"{format} has one per-tensor scale per weight, but {some(many)} have one per row, as joined linears do: "
-            "split them before saving"
-        )
-    odd = [f"{name} {list(entry.shape)}" for name, entry in quantized.items() if entry.shape[-1] % 16]
-    if odd and not padded:
-        raise ValueError(f"{format} needs columns in multiples of 16: leave {some(odd)} dense")

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nvfp4_tensor.checkpoints.formats import modelopt
-from nvfp4_tensor.checkpoints.io.folder import SafetensorsFormat
+from nvfp4_tensor.checkpoints.formats.table import TableFormat
 from nvfp4_tensor.numerics.choices import Choice
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig
@@ -111,7 +111,7 @@ class CheckpointConfig(QuantizationConfigMixin):
         others: other fields, kept unchanged.
     """
 
-    checkpoint_format: ClassVar[SafetensorsFormat]
+    checkpoint_format: ClassVar[TableFormat]
     tensor_names: ClassVar[tuple[str, ...]]
     """The possible names of a linear's tensors in the checkpoint, including "weight"."""
 

@@ -8,7 +8,6 @@ import torch
 from helpers.checkpoint_folders import CONFIG, content, dense_tensors, write_dense
 
 from nvfp4_tensor import checkpoints
-from nvfp4_tensor.checkpoints.io.folder import config_has
 
 
 @pytest.fixture
@@ -81,13 +80,6 @@ def test_files_are_cut_between_weights(src, tmp_path):
         counts.append(len(list((tmp_path / name).glob("*.safetensors"))))
     assert counts[0] == len(dense_tensors()) > counts[1] > counts[2] == 3
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) == 1
-
-
-def test_config_has(tmp_path):
-    assert not config_has(tmp_path, bool) and not config_has(tmp_path / "none", bool)
-    for text, says in ((b'{"a": 1}', True), (b"{}", False), (b"[1]", False), (b"{", False), (b"\xff", False)):
-        (tmp_path / "config.json").write_bytes(text)
-        assert config_has(tmp_path, lambda config: config.get("a")) == says, text
 
 
 def test_the_dtype_that_config_json_says(src):
