@@ -217,3 +217,5 @@ def test_formats():
         BlockFormat(name="x", element="e2m1", scale="e3m4", block_size=32)
     with pytest.raises(dataclasses.FrozenInstanceError):
         FORMATS["nvfp4"].block_size = 32
+    with pytest.raises(TypeError, match="positional"):
+        BlockFormat("x", "e2m1", "e8m0", 32)
