@@ -99,6 +99,7 @@ FAULTS = [
       "training/weights/test_write_back.py"),
     F("training/weights/write_back.py", "torch.where(down.to(torch.float8_e4m3fn).float() == down, down, old)", "down",
       "training/weights/test_write_back.py"),
+    F("training/weights/lora.py", "    _unwrap_saved_modules(model)\n", "", "training/weights/test_merge_lora.py"),
     F("training/weights/error_feedback.py", "if old < new:", "if old > new:", "training/weights/test_optimizer.py"),
     F("training/weights/error_feedback.py", "* (1 - 1 / beta1)", "* (1 - beta1)", "training/weights/test_optimizer.py"),
     F("training/linear/plan.py", "return autocast if autocast is not None and x.is_floating_point() else x.dtype", "return x.dtype", "training/linear/test_linear.py training/linear/test_calls.py"),

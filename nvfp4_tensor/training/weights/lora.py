@@ -60,7 +60,8 @@ def merge_lora(
     To an NVFP4 weight, the sum of the adapters' deltas is added in float32, and the result is rounded once. Specs,
     static activation scales and backends do not change. peft merges dense weights (linears, embeddings, convolutions,
     attention, DoRA and the like), trainable tokens and modules_to_save. In contrast, peft's ``merge_and_unload()`` with
-    ``get_apply_tensor_subclass`` rounds once per adapter, in the weight's dtype, by that config.
+    ``get_apply_tensor_subclass`` rounds once per adapter, in the weight's dtype, by that config; and it leaves adapters
+    within modules_to_save in place, which are merged here.
 
     Args:
         model: the result of ``peft.get_peft_model`` or ``PeftModel.from_pretrained``.
@@ -95,7 +96,18 @@ def merge_lora(
                 rng_state = rng_state_of("merge", seed, name, 0, weight.device)
                 weight.copy_(_requantized(weight, _delta(layer, adapters), mode, rng_state, None))
             layer.merge = _skip_merge
+    _unwrap_saved_modules(model)
     return model.merge_and_unload()
+
+
+def _unwrap_saved_modules(model: nn.Module) -> None:
+    """Replace each ModulesToSaveWrapper by the module that it runs, because peft merges no adapter inside one."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    for name, wrapper in reversed(list(model.named_modules())):  # inner ones first
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            active = wrapper.active_adapters
+            model.set_submodule(name, wrapper.modules_to_save[active[0]] if active else wrapper.original_module)
 
 
 def _skip_merge(**_: Any) -> None:
