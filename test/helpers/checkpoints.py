@@ -60,14 +60,22 @@ def expert_tensors(kind: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
     """Return the tensors of one of :data:`EXPERTS` by their names in files, with quantized attention and experts."""
     tensors: dict[str, torch.Tensor] = {}
     gate, up, down = ("w1", "w3", "w2") if kind == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+
+    def add(name: str, w: torch.Tensor) -> None:
+        w[0, 0] = 1.5 + len(tensors) / 64  # the largest: no two per-tensor scales are equal
+        tensors[name] = quantize(w.contiguous())
+
     for name, t in tiny_tensors(EXPERTS[kind], dtype).items():
         name = name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
         prefix, _, last = name.rpartition(".")
         for i, matrix in enumerate(t) if t.dim() == 3 else ():
             found = zip((gate, up), matrix.chunk(2), strict=True) if last == "gate_up_proj" else [(down, matrix)]
-            tensors |= {f"{prefix}.{i}.{linear}.weight": quantize(w.contiguous()) for linear, w in found}
-        if t.dim() < 3:
-            tensors[name] = quantize(t) if "_proj.weight" in name else t
+            for linear, w in found:
+                add(f"{prefix}.{i}.{linear}.weight", w)
+        if "_proj.weight" in name:
+            add(name, t)
+        elif t.dim() < 3:
+            tensors[name] = t
     return tensors
 
 
