@@ -55,7 +55,8 @@ def mapped(repository):
     backend, folder = repository
 
     def kernelized(model, layer, mode):
-        found = kernels.LocalLayerRepository(folder, layer_name=layer)
+        (variant,) = (folder / "build").iterdir()  # named, as of a folder of several kernels takes torch's build's own
+        found = kernels.LocalLayerRepository(variant, layer_name=layer)
         mapping = {"Linear": {backend: found}}
         with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
             return kernels.kernelize(model.to(backend), mode=mode, device=backend, use_fallback=False)
