@@ -262,7 +262,7 @@ def gated(
 
 @op(is_fake=True)
 def linear_row(x: Tensor, w: Tensor) -> Tensor:
-    """Return x (1, K) @ w (N, K)^T, both dense bfloat16: (1, N). K is a multiple of 32."""
+    """Return x (B, K) @ w (N, K)^T, both dense bfloat16: (B, N), each row as if alone. K is a multiple of 32."""
     return (x.float() @ w.mT.float()).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-// Attention of one token to a cache, float32 from the queries to the sums.
+// Attention of one token of a text to its cache, float32 from the queries to the sums.
 #pragma once
 
 #include "cpu/generation/rows.h"
@@ -24,8 +24,8 @@ inline void rotate_head(const Bf16* x, const Rotation& r, Bf16* out) {
 inline void prepare_head(const Bf16* x, const Norm& norm, const Attention& a, Bf16* out) {
   Bf16 normed[kMostHeadDim];
   if (norm.weight) norm_row(x, norm, normed, a.dim), x = normed;
-  const int64_t rotated = a.rotation ? a.rotation->size : 0;
-  if (rotated) a.rotation->is_wide ? rotate_head<true>(x, *a.rotation, out) : rotate_head<false>(x, *a.rotation, out);
+  const int64_t rotated = a.rotation.size;
+  if (rotated) a.rotation.is_wide ? rotate_head<true>(x, a.rotation, out) : rotate_head<false>(x, a.rotation, out);
   std::memcpy(out + rotated, x + rotated, (a.dim - rotated) * sizeof *x);
 }
 

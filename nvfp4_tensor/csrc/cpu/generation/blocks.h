@@ -5,6 +5,7 @@
 #include <atomic>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "arguments.h"
@@ -21,15 +22,16 @@ inline const Bf16* row_of(const Tensor& t, const char* name, int64_t size) {
   return static_cast<const Bf16*>(t.const_data_ptr());
 }
 
-inline Bf16* cache_of(const Tensor& t, int64_t heads, int64_t length, int64_t dim) {
-  NVFP4_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::BFloat16 && t.dim() == 4 && t.size(0) == 1 &&
+inline Bf16* cache_of(const Tensor& t, int64_t texts, int64_t heads, int64_t length, int64_t dim) {
+  NVFP4_CHECK(t.is_cpu() && t.scalar_type() == ScalarType::BFloat16 && t.dim() == 4 && t.size(0) == texts &&
                   t.is_contiguous() && t.size(1) == heads && t.size(2) == length && t.size(3) == dim,
-              "keys and values of a block must be contiguous bfloat16 (1, ", heads, ", length, ", dim,
+              "keys and values of a block must be contiguous bfloat16 (", texts, ", ", heads, ", length, ", dim,
               ") on the CPU, all alike, not ", text_of(t));
   return static_cast<Bf16*>(t.mutable_data_ptr());
 }
 
-// All but x, y and the workers; of experts (E, rows, columns) the first. tensors: qdata, scale, per_tensor_scale.
+// All but x, its rows, y and the workers; of experts (E, rows, columns) the first. tensors: qdata, scale,
+// per_tensor_scale.
 inline Product weight_of(const Tensor* tensors, const char* name, int64_t rows, int64_t columns, int64_t experts = 0) {
   const Tensor &qdata = tensors[0], &scale = tensors[1], &factor = tensors[2];
   NVFP4_CHECK(qdata.is_cpu() && qdata.is_contiguous() && scale.is_contiguous() &&
@@ -53,7 +55,6 @@ inline Product weight_of(const Tensor* tensors, const char* name, int64_t rows, 
   p.factor_step = factor.numel() != 1;
   p.batches = 1, p.columns = columns, p.column_tiles = scale.size(1);
   p.x_dtype = p.out_dtype = Dtype::kBf16;
-  p.x_rows = 1;
   return p;
 }
 
@@ -125,12 +126,14 @@ struct Block {
   Product o, down;
   Experts experts;
   Gate gate;
-  Attention attention;  // all but what the products give
+  Attention attention;  // of the first text, all but what the products give
+  int64_t position;     // of the first token that is seen
   bool moves;           // the cache is full: it moves by one token
 
   int64_t query_size() const { return heads * dim; }
   int64_t kv_size() const { return kv_heads * dim; }
   int64_t qkv_size() const { return query_size() + 2 * kv_size(); }
+  int64_t copies() const { return std::max<int64_t>(experts.chosen, 1); }  // of a row, in the feed-forward
 };
 
 // Reads the tensors of one block in the order of PARTS.
@@ -249,9 +252,10 @@ inline void read_feed_forward(BlockReader& read, int64_t hidden, Block& b) {
 // --- a model ---------------------------------------------------------------------------------------------------------
 
 struct Model {
-  int64_t hidden;
+  int64_t rows, hidden;  // of x, a row per text
   std::vector<Block> blocks;
   const Bf16* x;
+  const int64_t* starts;  // of texts; null: all start at 0
   Norm norm;
   std::deque<Rotation> rotations;
   std::deque<std::vector<float>> numbers;      // biases, cos and sin
@@ -259,7 +263,7 @@ struct Model {
 
   Model(const Tensor& x, const std::vector<Tensor>& weights, const Tensor& kinds, const Tensor& floats,
         const std::vector<Tensor>& keys, const std::vector<Tensor>& values, const std::vector<Tensor>& cos,
-        const std::vector<Tensor>& sin, int64_t position) {
+        const std::vector<Tensor>& sin, int64_t position, const std::optional<Tensor>& starts) {
     const size_t count = keys.size();
     NVFP4_CHECK(count && values.size() == count, "keys and values must be one a block, not ", count, " and ",
                 values.size());
@@ -270,9 +274,11 @@ struct Model {
     NVFP4_CHECK(is_table(kinds, ScalarType::Long, kKinds) && is_table(floats, ScalarType::Double, kNumbers),
                 "kinds and numbers must be int64 (", count + 1, ", ", int(kKinds), ") and float64 (", count + 1, ", ",
                 int(kNumbers), ") on the CPU, not ", text_of(kinds), " and ", text_of(floats));
-    hidden = x.numel();
-    NVFP4_CHECK(hidden && hidden % kRowStep == 0, "the hidden size must be a multiple of ", kRowStep, ", not ", hidden);
-    this->x = row_of(x, "x", hidden);
+    NVFP4_CHECK(x.dim() == 2 && x.numel(), "x must be (B, hidden), not ", text_of(x));
+    rows = x.size(0), hidden = x.size(1);
+    NVFP4_CHECK(hidden % kRowStep == 0, "the hidden size must be a multiple of ", kRowStep, ", not ", hidden);
+    this->x = row_of(x, "x", rows * hidden);
+    this->starts = starts.has_value() ? starts_of(*starts, position) : nullptr;
     NVFP4_CHECK(cos.size() == sin.size(), "cos and sin must be as many, not ", cos.size(), " and ", sin.size());
     for (size_t i = 0; i < cos.size(); ++i) add_rotation(cos[i], sin[i]);
     const auto* kind = static_cast<const int64_t*>(kinds.const_data_ptr());
@@ -289,11 +295,24 @@ struct Model {
                 " tensors by their kinds, not ", weights.size());
   }
 
+  const int64_t* starts_of(const Tensor& starts, int64_t position) const {
+    NVFP4_CHECK(
+        starts.is_cpu() && starts.scalar_type() == ScalarType::Long && starts.numel() == rows && starts.is_contiguous(),
+        "starts must be ", rows, " contiguous int64 on the CPU, not ", text_of(starts));
+    const auto* at = static_cast<const int64_t*>(starts.const_data_ptr());
+    for (int64_t row = 0; row < rows; ++row) {
+      NVFP4_CHECK(at[row] >= 0 && at[row] <= position, "a text must start at 0 to ", position, ", not ", at[row]);
+    }
+    return at;
+  }
+
   void add_rotation(const Tensor& cos, const Tensor& sin) {
-    const int64_t size = cos.numel();
+    const int64_t size = cos.numel(), row = cos.dim() ? cos.size(cos.dim() - 1) : 1;
     const bool is_wide = cos.scalar_type() == ScalarType::Float;
-    Rotation r{nullptr, nullptr, size, is_wide};
-    NVFP4_CHECK(size % 2 == 0, "cos and sin must have an even number of elements, not ", size);
+    Rotation r{nullptr, nullptr, row, size == row ? 0 : row, is_wide};
+    NVFP4_CHECK(row % 2 == 0, "cos and sin must have an even number of elements, not ", row);
+    NVFP4_CHECK(size == row || size == rows * row, "cos and sin must be (1 or ", rows, ", ", row, "), not ",
+                text_of(cos));
     for (const Tensor* t : {&cos, &sin}) {
       NVFP4_CHECK(t->is_cpu() && t->numel() == size && t->is_contiguous() && t->scalar_type() == cos.scalar_type() &&
                       (is_wide || cos.scalar_type() == ScalarType::BFloat16),
@@ -319,31 +338,26 @@ struct Model {
     a.scaling = read.number(kScaling), a.softcap = read.number(kSoftcap);
     const int64_t rotary = read.kind(kRotary), window = read.kind(kWindow);
     NVFP4_CHECK(rotary < int64_t(rotations.size()), "rotation ", rotary, " of ", rotations.size());
-    a.rotation = rotary < 0 ? nullptr : &rotations[rotary];
-    NVFP4_CHECK(!a.rotation || a.rotation->size <= b.dim, "a rotation of ", a.rotation->size, " elements of a head of ",
-                b.dim);
-    NVFP4_CHECK(keys.dim() == 4, "keys must be (1, heads, length, dim), not ", text_of(keys));
+    a.rotation = rotary < 0 ? Rotation{} : rotations[rotary];
+    NVFP4_CHECK(a.rotation.size <= b.dim, "a rotation of ", a.rotation.size, " elements of a head of ", b.dim);
+    NVFP4_CHECK(keys.dim() == 4, "keys must be (", rows, ", heads, length, dim), not ", text_of(keys));
     a.length = keys.size(2);
-    a.keys = cache_of(keys, b.kv_heads, a.length, b.dim), a.values = cache_of(values, b.kv_heads, a.length, b.dim);
+    a.keys = cache_of(keys, rows, b.kv_heads, a.length, b.dim);
+    a.values = cache_of(values, rows, b.kv_heads, a.length, b.dim);
     b.moves = position >= a.length;
     NVFP4_CHECK(position >= 0 && a.length && (!b.moves || window == a.length), "position ", position,
                 " is outside of a cache of ", a.length);
-    a.first = b.moves ? 1 : window ? std::max<int64_t>(position + 1 - window, 0) : 0;
-    a.count = b.moves ? a.length - 1 : position - a.first;
+    b.position = window ? std::max<int64_t>(position + 1 - window, 0) : 0;
+    a.first = b.moves ? 1 : b.position;
+    a.count = position - b.position;
   }
 
-  // The largest x of a product.
-  int64_t widest() const {
-    int64_t size = hidden;
-    for (const Block& b : blocks) size = std::max({size, b.query_size(), b.inner});
-    return size;
-  }
-  // And of all that a worker prepares for itself: q and k, or an expert's gate and up beside their product.
-  int64_t row_size() const {
-    int64_t size = widest();
-    for (const Block& b : blocks)
-      size = std::max({size, b.query_size() + b.kv_size(), b.experts.count ? 4 * b.inner : 0});
-    return size;
+  // The largest of what `size` says of a block.
+  template <typename Size>
+  int64_t most(Size size) const {
+    int64_t most = 0;
+    for (const Block& b : blocks) most = std::max<int64_t>(most, size(b));
+    return most;
   }
 };
 

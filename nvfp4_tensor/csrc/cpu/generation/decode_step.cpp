@@ -1,336 +1,371 @@
-// nvfp4.decode_step on the CPU: all blocks of a language model for one token, in one parallel section.
+// nvfp4.decode_step on the CPU: all blocks of a language model for one token of each text, in one parallel section.
 //
 // A block is five stages of products or attention, with experts six. Workers claim the units of a stage as they go and
-// wait for its end; what lies between two stages (residuals, norms, gates, routing, packing x) each does for itself,
-// from results that are written once: a worker that the system delays for some stages, or never runs, does no harm.
-#include <array>
+// wait for its end. What lies between two stages (residuals, norms, gates, routing, packing x) takes little of one
+// row: each does it for itself, from results that are written once, and a worker that the system delays for some
+// stages, or never runs, does no harm. Of several rows, which all share, it is claimed and waited for as well.
 #include <cstring>
+#include <optional>
+#include <span>
 
-#include "cpu/generation/blocks.h"
 #include "cpu/generation/routing.h"
+#include "cpu/generation/step.h"
 #include "cpu/host/instruction_set.h"
-#include "cpu/host/memory.h"
-#include "cpu/host/work_stealing.h"
 
 namespace nvfp4 {
 namespace {
 
-constexpr int64_t kStages = 6;
-constexpr int64_t kRouterRows = 16;  // of a router, a unit of work
-constexpr int64_t kWordBf16 = 2;     // numbers in a word of memory
-
-int64_t padded(int64_t size) { return ceil_div(size, 32) * 32; }  // to cache lines
-
-// What a block leaves, each written once. gate_up and down: of every chosen expert.
-struct Results {
-  Bf16 *qkv, *attended, *o, *logits, *gate_up, *down, *later;
-
-  // From base + at on, which it moves behind itself. base: null to measure.
-  Results(const Block& b, int64_t hidden, Bf16* base, int64_t& at) {
-    const int64_t copies = std::max<int64_t>(b.experts.chosen, 1);
-    const auto next = [&](int64_t size) {
-      at += padded(size);
-      return base ? base + at - padded(size) : nullptr;
-    };
-    qkv = next(b.qkv_size()), attended = next(b.query_size()), o = next(hidden), logits = next(b.experts.count);
-    gate_up = next(copies * 2 * b.inner), down = next(copies * hidden), later = next(b.moves ? 2 * b.kv_size() : 0);
-  }
-};
-
-// How one token is decoded: the kernel of its products, and what all workers share.
-struct Step {
-  Model& model;
-  const ProductKernel& kernel;
-  const RowKernels& rows;
-  const int64_t workers;
-  std::vector<Results> results;
-  std::deque<Claims> claims;  // kStages a block
-  std::vector<bool> moved;    // blocks whose full cache a refused attempt has moved: the new token replaces the last
-  std::atomic<bool> refused{false};
-  AlignedFloats memory;
-
-  Step(Model& m, const ProductKernel& kernel, const RowKernels& rows, int64_t workers)
-      : model(m), kernel(kernel), rows(rows), workers(workers) {
-    int64_t size = 0, at = 0;
-    for (const Block& b : m.blocks) Results(b, m.hidden, nullptr, size);
-    memory = allocate(size / kWordBf16);
-    results.reserve(m.blocks.size());
-    for (size_t i = 0; i < m.blocks.size(); ++i) {
-      results.emplace_back(m.blocks[i], m.hidden, reinterpret_cast<Bf16*>(memory.get()), at);
-      moved.push_back(m.moved[i]);
-      add_claims(i);
-    }
-  }
-
-  void add_claims(size_t index) {
-    const Block& b = model.blocks[index];
-    const int64_t copies = std::max<int64_t>(b.experts.chosen, 1);
-    claims.emplace_back(units(b.qkv), workers);
-    claims.emplace_back(b.heads, workers);
-    claims.emplace_back(units(b.o) + moving_heads(index), workers);
-    claims.emplace_back(ceil_div(b.experts.count, kRouterRows), workers);
-    claims.emplace_back(copies * units(b.gate_up), workers);
-    claims.emplace_back(copies * units(b.down), workers);
-  }
-
-  Product product(const Product& weight, const Bf16* x, Bf16* y) const {
-    Product p = weight;
-    p.x = x, p.out = y, p.workers = workers;
-    return p;
-  }
-  int64_t units(const Product& weight) const { return kernel.units(product(weight, nullptr, nullptr)); }
-  int64_t units(const std::vector<Product>& weights) const {
-    int64_t sum = 0;
-    for (const Product& each : weights) sum += units(each);
-    return sum;
-  }
-  // How many heads of a block's cache move.
-  int64_t moving_heads(size_t index) const {
-    const Block& b = model.blocks[index];
-    return b.moves && !moved[index] ? b.kv_heads : 0;
-  }
-};
-
-// One worker in all blocks. `sum` is the residual stream.
+// One worker in all blocks.
 class Worker {
  public:
-  Worker(Step& step, Model& m, int64_t number)
-      : step_(step),
-        m_(m),
-        number_(number),
-        packed_words_(packed_words(step, m)),
-        memory_(allocate(words(step, m))),
-        sum_(reinterpret_cast<Bf16*>(memory_.get())),
-        x_(sum_ + padded(m.hidden)),
-        packed_(memory_.get() + row_words(m)),
-        scratch_(packed_ + packed_words_ * most_inputs(m)) {}
+  Worker(Step& step, const Inputs& rows, int64_t number)
+      : step_(step), m_(step.model), rows_(rows), number_(number), memory_(allocate(spare_words() + scratch_words())) {
+    spare_ = reinterpret_cast<Bf16*>(memory_.get()), scratch_ = memory_.get() + spare_words();
+  }
 
-  const Bf16* run() {
-    std::memcpy(sum_, m_.x, m_.hidden * sizeof *sum_);
-    for (size_t i = 0; i < m_.blocks.size() && !step_.refused; ++i) block(m_.blocks[i], step_.results[i], i);
-    step_.rows.norm(sum_, m_.norm, x_, m_.hidden);
-    return x_;
+  void run(Bf16* out) {
+    for (size_t i = 0; i < m_.blocks.size() && !step_.refused; ++i) block(i);
+    if (number_ && !step_.is_shared()) return;
+    each(step_.is_shared() ? &step_.betweens.back() : nullptr, m_.rows,
+         [&](int64_t row) { step_.rows.norm(sum(row), m_.norm, out + row * m_.hidden, m_.hidden); });
   }
 
  private:
-  static int64_t row_words(const Model& m) { return (padded(m.hidden) + padded(m.row_size())) / kWordBf16; }
-  static int64_t packed_words(const Step& step, const Model& m) {
-    Product p{};
-    p.batches = p.x_rows = p.rows = 1, p.workers = step.workers;
-    p.columns = m.widest(), p.blocks = ceil_div(p.columns, kBlock);
-    return ceil_div(step.kernel.packed_words(p), 16) * 16;
+  // A block's place in the model.
+  struct Place {
+    const Block& b;
+    const Results& r;
+    size_t index;
+  };
+  // A product, of which the x may be packed together with that of the one before.
+  struct Task {
+    Product p;
+    const ProductKernel* kernel;
+    float* packed;
+    bool is_packed;
+
+    int64_t pack_units() const { return is_packed ? 0 : kernel->pack_units(p); }
+    int64_t units() const { return kernel->units(p); }
+  };
+
+  // An expert's gate and up beside their bias.
+  int64_t spare_words() const {
+    return padded(m_.most([](const Block& b) { return b.experts.count ? 2 * b.inner : 0; })) / kWordBf16;
   }
-  // Of the products of a stage: each chosen expert has its own.
-  static int64_t most_inputs(const Model& m) {
-    int64_t most = 1;
-    for (const Block& b : m.blocks) most = std::max(most, b.experts.chosen);
-    return most;
-  }
-  int64_t words(const Step& step, const Model& m) const {
-    int64_t scratch = step.kernel.scratch_words;
-    for (const Block& b : m.blocks) scratch = std::max(scratch, b.attention.scratch_words());
-    return row_words(m) + packed_words_ * most_inputs(m) + scratch;
+  int64_t scratch_words() const {
+    return std::max({step_.kernel(1).scratch_words, step_.kernel(m_.rows).scratch_words,
+                     m_.most([](const Block& b) { return b.attention.scratch_words(); })});
   }
 
-  void block(const Block& b, const Results& r, size_t index) {
-    Claims* stages[kStages];
-    for (int64_t s = 0; s < kStages; ++s) stages[s] = &step_.claims[index * kStages + s];
-    multiply(*stages[0], b.qkv, r.qkv, [&] { return normed(sum_, b.before_attention); });
-    attend(*stages[1], b, r, index);
+  Bf16* sum(int64_t row) const { return rows_.sum + row * m_.hidden; }
+  Claims& claims(const Place& at, Stage s) const { return step_.claims[at.index * kStages + s]; }
+  Claims* between(const Place& at, Stage s, Between b) const {
+    return step_.is_shared() ? &step_.betweens[(at.index * kStages + s) * kBetweens + b] : nullptr;
+  }
+
+  // f(begin, end) of units [0, count), which workers share; a claim may be of more than one unit, or of none.
+  template <typename Function>
+  void share(Claims& claims, int64_t count, Function f) {
+    const int64_t shares = claims.count();
+    claims.run(number_, [&](int64_t begin, int64_t end) { f(begin * count / shares, end * count / shares); });
+  }
+  // The same between stages, where without claims each worker does all.
+  template <typename Function>
+  void share(Claims* claims, int64_t count, Function f) {
+    if (!claims) return f(0, count);
+    share(*claims, count, f);
+    claims->wait();
+  }
+  // f(row) of rows [0, count).
+  template <typename Function>
+  void each(Claims* claims, int64_t count, Function f) {
+    share(claims, count, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) f(row);
+    });
+  }
+
+  void block(size_t index) {
+    const Place at{m_.blocks[index], step_.results[index], index};
+    const Block& b = at.b;
+    multiply(at, kQkvStage, b.qkv, at.r.qkv, [&] { return normed(at, kQkvStage, b.before_attention); });
+    attend(at);
+    const int64_t moving = step_.moving_heads(index);
     multiply(
-        *stages[2], b.o, r.o, [&] { return r.attended; }, step_.moving_heads(index),
-        [&](int64_t head) { move(b, r, index, head); });
-    add(r.o, b.after_attention, b.residual);
-    if (b.experts.count) {
-      add(mixture(b, r, stages + 3), b.after_feed_forward, b.residual);
-      return;
+        at, kOutputStage, {&b.o, 1}, at.r.o, [&] { return at.r.attended; }, moving, [&](int64_t i) { move(at, i); });
+    each(between(at, kOutputStage, kAdd), m_.rows,
+         [&](int64_t row) { add(row, at.r.o, b.after_attention, b.residual); });
+    if (b.experts.count) return mixture(at);
+    multiply(at, kGateUpStage, b.gate_up, at.r.gate_up,
+             [&] { return normed(at, kGateUpStage, b.before_feed_forward); });
+    multiply(at, kDownStage, {&b.down, 1}, at.r.down, [&] { return gated(at); });
+    each(between(at, kDownStage, kAdd), m_.rows,
+         [&](int64_t row) { add(row, at.r.down, b.after_feed_forward, b.residual); });
+  }
+
+  // The residual stream (rows, hidden) as the products of a stage read it.
+  const Bf16* normed(const Place& at, Stage s, const Norm& norm) {
+    if (!norm.weight) return rows_.sum;
+    each(between(at, s, kPrepare), m_.rows,
+         [&](int64_t row) { step_.rows.norm(sum(row), norm, rows_.x + row * m_.hidden, m_.hidden); });
+    return rows_.x;
+  }
+  // A row of y (rows, hidden) to the residual stream.
+  void add(int64_t row, const Bf16* y, const Norm& norm, float factor) {
+    Bf16* x = rows_.x + row * m_.hidden;
+    y += row * m_.hidden;
+    if (norm.weight) step_.rows.norm(y, norm, x, m_.hidden), y = x;
+    step_.rows.add(sum(row), y, factor, m_.hidden);
+  }
+  // act(gate) * up (rows, inner).
+  const Bf16* gated(const Place& at) {
+    const int64_t size = at.b.inner;
+    const bool is_one = at.b.gate_up.size() == 1;
+    each(between(at, kDownStage, kPrepare), m_.rows, [&](int64_t row) {
+      const Bf16* gate = at.r.gate_up + row * (is_one ? 2 * size : size);
+      const Bf16* up = gate + (is_one ? size : m_.rows * size);
+      step_.rows.gate(gate, up, at.b.gate, rows_.x + row * size, size);
+    });
+    return rows_.x;
+  }
+
+  // --- products ------------------------------------------------------------------------------------------------------
+
+  // A task of the next stage. The x of a stage are one, or lie one behind the other.
+  void add_task(const Product& weight, const Bf16* x, int64_t x_rows, Bf16* y) {
+    Task task{step_.product(weight, x, x_rows, y), &step_.kernel(x_rows), rows_.packed, false};
+    if (!tasks_.empty()) {
+      const Task& last = tasks_.back();
+      task.is_packed = x == last.p.x;
+      task.packed = last.packed;
+      if (!task.is_packed) task.packed += ceil_div(last.kernel->packed_words(last.p), kLineWords) * kLineWords;
     }
-    multiply(*stages[4], b.gate_up, r.gate_up, [&] { return normed(sum_, b.before_feed_forward); });
-    multiply(*stages[5], b.down, r.down, [&] { return step_.rows.gate(r.gate_up, b.gate, x_, b.inner), x_; });
-    add(r.down, b.after_feed_forward, b.residual);
+    tasks_.push_back(task);
   }
 
-  const Bf16* normed(const Bf16* x, const Norm& norm) {
-    if (!norm.weight) return x;
-    step_.rows.norm(x, norm, x_, m_.hidden);
-    return x_;
+  // f(task, begin, end) of units [begin, end) of all tasks, which have size(task).
+  template <typename Size, typename Function>
+  void each_task(int64_t begin, int64_t end, Size size, Function f) {
+    for (const Task& task : tasks_) {
+      const int64_t units = size(task);
+      if (begin < units && end > 0) f(task, std::max<int64_t>(begin, 0), std::min(end, units));
+      begin -= units, end -= units;
+    }
   }
-  void add(const Bf16* y, const Norm& norm, float factor) { step_.rows.add(sum_, normed(y, norm), factor, m_.hidden); }
-
-  // Returns where x, packed, lies.
-  const float* pack(const Product& p, int64_t slot = 0) {
-    float* at = packed_ + slot * packed_words_;
-    if (step_.kernel.pack(p, at, 0, step_.kernel.pack_units(p)) & step_.kernel.refuses) step_.refused = true;
-    return at;
-  }
-  // Units [begin, end) of p, as far as it has them.
-  void multiply_units(const Product& p, const float* packed, int64_t begin, int64_t end) {
-    begin = std::max<int64_t>(begin, 0), end = std::min(end, step_.kernel.units(p));
-    if (begin < end && !step_.refused) step_.kernel.multiply(p, packed, scratch_, begin, end);
+  template <typename Size>
+  int64_t sum_of(Size size) const {
+    int64_t sum = 0;
+    for (const Task& task : tasks_) sum += size(task);
+    return sum;
   }
 
-  static constexpr size_t kMostParts = 3;
-
-  // A stage of products of one x, which `prepare` makes; their y lie one behind the other. `others` units, which
-  // `other` does, come first: they run even where the products are refused.
-  template <typename Prepare, typename Other>
-  void multiply(Claims& claims, const Product* weights, size_t count, Bf16* y, Prepare prepare, int64_t others,
-                Other other) {
-    if (!claims.is_done()) {
-      const Bf16* x = prepare();
-      std::array<Product, kMostParts> products;
-      for (size_t i = 0; i < count; y += weights[i++].rows) products[i] = step_.product(weights[i], x, y);
-      const float* packed = pack(products[0]);
-      claims.run(number_, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < std::min(end, others); ++i) other(i);
-        begin -= others, end -= others;
-        for (size_t i = 0; i < count; ++i) {
-          multiply_units(products[i], packed, begin, end);
-          const int64_t units = step_.kernel.units(products[i]);
-          begin -= units, end -= units;
-        }
+  // Packs the x of the tasks and multiplies them. `others` units, which `other` does, come first: they run even where
+  // the products are refused.
+  template <typename Other>
+  void run_tasks(const Place& at, Stage s, int64_t others, Other other) {
+    const auto packs = [](const Task& task) { return task.pack_units(); };
+    share(between(at, s, kPack), sum_of(packs), [&](int64_t begin, int64_t end) {
+      each_task(begin, end, packs, [&](const Task& task, int64_t begin, int64_t end) {
+        if (task.kernel->pack(task.p, task.packed, begin, end) & task.kernel->refuses) step_.refused = true;
       });
-    }
-    claims.wait();
+    });
+    const auto units = [](const Task& task) { return task.units(); };
+    share(claims(at, s), others + sum_of(units), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < std::min(end, others); ++i) other(i);
+      each_task(begin - others, end - others, units, [&](const Task& task, int64_t begin, int64_t end) {
+        if (!step_.refused) task.kernel->multiply(task.p, task.packed, scratch_, begin, end);
+      });
+    });
   }
-  template <typename Prepare>
-  void multiply(Claims& claims, const std::vector<Product>& weights, Bf16* y, Prepare prepare) {
-    multiply(claims, weights.data(), weights.size(), y, prepare, 0, [](int64_t) {});
-  }
+
+  // A stage of products of one x, which `prepare` makes.
   template <typename Prepare, typename Other>
-  void multiply(Claims& claims, const Product& weight, Bf16* y, Prepare prepare, int64_t others, Other other) {
-    multiply(claims, &weight, 1, y, prepare, others, other);
+  void multiply(const Place& at, Stage s, std::span<const Product> weights, Bf16* y, Prepare prepare, int64_t others,
+                Other other) {
+    if (!claims(at, s).is_done()) {
+      const Bf16* x = prepare();
+      tasks_.clear();
+      for (const Product& weight : weights) add_task(weight, x, m_.rows, y), y += m_.rows * weight.rows;
+      run_tasks(at, s, others, other);
+    }
+    claims(at, s).wait();
   }
   template <typename Prepare>
-  void multiply(Claims& claims, const Product& weight, Bf16* y, Prepare prepare) {
-    multiply(claims, &weight, 1, y, prepare, 0, [](int64_t) {});
+  void multiply(const Place& at, Stage s, std::span<const Product> weights, Bf16* y, Prepare prepare) {
+    multiply(at, s, weights, y, prepare, 0, [](int64_t) {});
   }
 
   // --- attention -----------------------------------------------------------------------------------------------------
 
-  void attend(Claims& claims, const Block& b, const Results& r, size_t index) {
-    if (!claims.is_done()) {
-      Attention a = b.attention;
-      a.q = r.qkv, a.k = a.q + b.query_size(), a.v = a.k + b.kv_size(), a.out = r.attended;
-      a.later = step_.moving_heads(index) ? r.later : nullptr;
-      if (step_.moved[index]) a.first = 0;
-      if (b.q_norm_spans) step_.rows.norm(a.q, b.q_norm, x_, b.query_size()), a.q = x_;
-      if (b.k_norm_spans) {
-        Bf16* k = x_ + b.query_size();
-        step_.rows.norm(a.k, b.k_norm, k, b.kv_size()), a.k = k;
+  void attend(const Place& at) {
+    if (!claims(at, kAttentionStage).is_done()) {
+      const Block& b = at.b;
+      if (b.q_norm_spans || b.k_norm_spans) {
+        each(between(at, kAttentionStage, kPrepare), m_.rows, [&](int64_t row) { norm_heads(at, row); });
       }
-      claims.run(number_, [&](int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head) step_.rows.attend(a, head, scratch_);
+      share(claims(at, kAttentionStage), m_.rows * b.heads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) step_.rows.attend(attention_of(at, i / b.heads), i % b.heads, scratch_);
       });
     }
-    claims.wait();
+    claims(at, kAttentionStage).wait();
   }
 
-  // A full cache moves by one token, after all have read it.
-  void move(const Block& b, const Results& r, size_t index, int64_t head) {
-    const Attention& a = b.attention;
-    const Bf16* from = r.later + head * 2 * a.dim;
+  // q, k and v of a text: rows of one matrix, or of three.
+  struct Heads {
+    const Bf16 *q, *k, *v;
+
+    Heads(const Place& at, int64_t rows, int64_t row) {
+      const Block& b = at.b;
+      const bool is_one = b.qkv.size() == 1;
+      q = at.r.qkv + row * (is_one ? b.qkv_size() : b.query_size());
+      k = is_one ? q + b.query_size() : at.r.qkv + rows * b.query_size() + row * b.kv_size();
+      v = k + (is_one ? 1 : rows) * b.kv_size();
+    }
+  };
+  // Where norms over all heads leave q, and k behind it.
+  Bf16* normed_heads(const Block& b, int64_t row) { return rows_.x + row * (b.query_size() + b.kv_size()); }
+  void norm_heads(const Place& at, int64_t row) {
+    const Block& b = at.b;
+    const Heads heads(at, m_.rows, row);
+    Bf16* out = normed_heads(b, row);
+    if (b.q_norm_spans) step_.rows.norm(heads.q, b.q_norm, out, b.query_size());
+    if (b.k_norm_spans) step_.rows.norm(heads.k, b.k_norm, out + b.query_size(), b.kv_size());
+  }
+
+  Attention attention_of(const Place& at, int64_t row) {
+    const Block& b = at.b;
+    const Heads heads(at, m_.rows, row);
+    Attention a = b.attention;
+    a.q = b.q_norm_spans ? normed_heads(b, row) : heads.q;
+    a.k = b.k_norm_spans ? normed_heads(b, row) + b.query_size() : heads.k;
+    a.v = heads.v, a.out = at.r.attended + row * b.query_size();
+    a.rotation.cos += row * a.rotation.step, a.rotation.sin += row * a.rotation.step;
+    a.keys += row * b.kv_size() * a.length, a.values += row * b.kv_size() * a.length;
+    a.later = step_.moving_heads(at.index) ? at.r.later + row * 2 * b.kv_size() : nullptr;
+    if (step_.moved[at.index]) a.first = 0;
+    const int64_t padding = m_.starts ? std::max<int64_t>(m_.starts[row] - b.position, 0) : 0;
+    a.first += padding, a.count -= padding;
+    return a;
+  }
+
+  // Head `head` of all texts' full caches moves by one token, after all have read it.
+  void move(const Place& at, int64_t head) {
+    const Attention& a = at.b.attention;
+    const Bf16* from = at.r.later + head * 2 * a.dim;
     for (Bf16* cache : {a.keys, a.values}) {
-      Bf16* at = cache + head * a.length * a.dim;
-      std::memmove(at, at + a.dim, (a.length - 1) * a.dim * sizeof *at);
-      std::memcpy(at + (a.length - 1) * a.dim, from, a.dim * sizeof *at);
+      Bf16* to = cache + head * a.length * a.dim;
+      std::memmove(to, to + a.dim, (a.length - 1) * a.dim * sizeof *to);
+      std::memcpy(to + (a.length - 1) * a.dim, from, a.dim * sizeof *to);
       from += a.dim;
     }
-    m_.moved[index] = true;
+    m_.moved[at.index] = true;
   }
 
   // --- experts -------------------------------------------------------------------------------------------------------
 
-  // Three stages: the router, gate and up, down. Returns the sum of the chosen experts.
-  const Bf16* mixture(const Block& b, const Results& r, Claims** stages) {
+  // Three stages: the router, gate and up, down.
+  void mixture(const Place& at) {
+    const Block& b = at.b;
     const Experts& e = b.experts;
-    if (!stages[0]->is_done()) {
-      const Bf16* x = normed(sum_, b.before_feed_forward);
-      stages[0]->run(number_, [&](int64_t begin, int64_t end) {
-        step_.rows.multiply(x, e.router, e.router_bias, m_.hidden, r.logits, begin * kRouterRows,
-                            std::min(e.count, end * kRouterRows));
+    Claims& routing = claims(at, kRouterStage);
+    if (!routing.is_done()) {
+      const DenseProduct p{normed(at, kRouterStage, b.before_feed_forward),
+                           e.router,
+                           e.router_bias,
+                           m_.rows,
+                           e.count,
+                           m_.hidden,
+                           at.r.logits};
+      share(routing, routing.count(), [&](int64_t begin, int64_t end) {
+        step_.rows.multiply(p, begin * kRouterRows, std::min(e.count, end * kRouterRows));
       });
     }
-    stages[0]->wait();
-    const Chosen chosen = route(r.logits, e.count, e.chosen, e.routing);
-    multiply_experts(
-        *stages[1], b.gate_up[0], chosen, r.gate_up, [&](int64_t) { return normed(sum_, b.before_feed_forward); },
-        true);
-    multiply_experts(*stages[2], b.down, chosen, r.down, [&](int64_t i) { return gated(b, r, chosen, i); }, false);
-    return sum_of_experts(b, r, chosen);
+    routing.wait();
+    const Routes routes(at.r.logits, m_.rows, e.count, e.chosen, e.routing);
+    const Norm& norm = b.before_feed_forward;
+    multiply_experts(at, kGateUpStage, b.gate_up[0], routes, at.r.gate_up, [&](int64_t slot) {
+      const Bf16* x = sum(routes.slots[slot].row);
+      Bf16* y = rows_.x + slot * m_.hidden;
+      norm.weight ? step_.rows.norm(x, norm, y, m_.hidden) : void(std::memcpy(y, x, m_.hidden * sizeof *y));
+    });
+    multiply_experts(at, kDownStage, b.down, routes, at.r.down, [&](int64_t slot) { gate_expert(at, routes, slot); });
+    each(between(at, kDownStage, kAdd), m_.rows, [&](int64_t row) {
+      sum_experts(at, routes, row);
+      add(row, rows_.x, b.after_feed_forward, b.residual);
+    });
   }
 
-  // A stage of one product per chosen expert; prepare(i) makes the x of the i-th, which all share where is_shared.
+  // A stage of one product per expert that was chosen; prepare(slot) makes a row of its x. The experts of one row share
+  // the x of gate and up.
   template <typename Prepare>
-  void multiply_experts(Claims& claims, const Product& weight, const Chosen& chosen, Bf16* y, Prepare prepare,
-                        bool is_shared) {
-    if (!claims.is_done()) {
-      const int64_t units = step_.units(weight), count = int64_t(chosen.experts.size());
-      std::vector<Product> products;
-      std::vector<const float*> packed;
-      for (int64_t i = 0; i < count; ++i) {
-        const bool is_packed = is_shared && i;
-        const Bf16* x = is_packed ? nullptr : prepare(i);
-        products.push_back(step_.product(expert_of(weight, chosen.experts[i]), x, y + i * weight.rows));
-        packed.push_back(is_packed ? packed[0] : pack(products[i], i));
+  void multiply_experts(const Place& at, Stage s, const Product& weight, const Routes& routes, Bf16* y,
+                        Prepare prepare) {
+    if (!claims(at, s).is_done()) {
+      const int64_t slots = int64_t(routes.slots.size());
+      const bool is_one = m_.rows == 1 && s == kGateUpStage;
+      each(between(at, s, kPrepare), is_one ? 1 : slots, prepare);
+      tasks_.clear();
+      for (int64_t first = 0, end; first < slots; first = end) {
+        const int64_t expert = routes.slots[first].expert;
+        for (end = first + 1; end < slots && routes.slots[end].expert == expert;) ++end;
+        const Bf16* x = rows_.x + (is_one ? 0 : first) * weight.columns;
+        add_task(expert_of(weight, expert), x, end - first, y + first * weight.rows);
       }
-      claims.run(number_, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin / units; i * units < end; ++i) {
-          multiply_units(products[i], packed[i], begin - i * units, end - i * units);
-        }
-      });
+      run_tasks(at, s, 0, [](int64_t) {});
     }
-    claims.wait();
+    claims(at, s).wait();
   }
 
-  // The input of the i-th chosen expert's second product.
-  const Bf16* gated(const Block& b, const Results& r, const Chosen& chosen, int64_t i) {
+  // A slot's input of its expert's second product.
+  void gate_expert(const Place& at, const Routes& routes, int64_t slot) {
+    const Block& b = at.b;
     const int64_t size = 2 * b.inner;
-    const Bf16* gate_up = r.gate_up + i * size;
+    const Bf16* gate_up = at.r.gate_up + slot * size;
     if (b.experts.gate_up_bias) {
-      Bf16* sum = x_ + padded(b.inner);
-      std::memcpy(sum, gate_up, size * sizeof *sum);
-      step_.rows.add(sum, b.experts.gate_up_bias + chosen.experts[i] * size, 1.0f, size);
-      gate_up = sum;
+      std::memcpy(spare_, gate_up, size * sizeof *spare_);
+      step_.rows.add(spare_, b.experts.gate_up_bias + routes.slots[slot].expert * size, 1.0f, size);
+      gate_up = spare_;
     }
-    step_.rows.gate(gate_up, b.gate, x_, b.inner);
-    return x_;
+    step_.rows.gate(gate_up, gate_up + b.inner, b.gate, rows_.x + slot * b.inner, b.inner);
   }
 
-  const Bf16* sum_of_experts(const Block& b, const Results& r, const Chosen& chosen) {
-    const bool is_rounded = b.experts.routing & kRounded;
+  // The sum of a row's experts, to x.
+  void sum_experts(const Place& at, const Routes& routes, int64_t row) {
+    const Experts& e = at.b.experts;
+    const Chosen& chosen = routes.rows[row];
+    const int64_t* slots = &routes.slot_of[row * e.chosen];
+    Bf16* out = rows_.x + row * m_.hidden;
     for (int64_t j = 0; j < m_.hidden; ++j) {
       float sum = 0.0f;
-      for (size_t i = 0; i < chosen.experts.size(); ++i) {
-        float y = float_of(r.down[i * m_.hidden + j]);
-        if (b.experts.down_bias) {
-          y = float_of(bf16_of(y + float_of(b.experts.down_bias[chosen.experts[i] * m_.hidden + j])));
-        }
+      for (int64_t i = 0; i < e.chosen; ++i) {
+        float y = float_of(at.r.down[slots[i] * m_.hidden + j]);
+        if (e.down_bias) y = float_of(bf16_of(y + float_of(e.down_bias[chosen.experts[i] * m_.hidden + j])));
         y *= chosen.weights[i];
-        sum += is_rounded ? float_of(bf16_of(y)) : y;
+        sum += e.routing & kRounded ? float_of(bf16_of(y)) : y;
       }
-      x_[j] = bf16_of(sum);
+      out[j] = bf16_of(sum);
     }
-    return x_;
   }
 
   Step& step_;
   Model& m_;
-  const int64_t number_, packed_words_;
+  const Inputs& rows_;
+  const int64_t number_;
   AlignedFloats memory_;
-  Bf16 *sum_, *x_;
-  float *packed_, *scratch_;
+  Bf16* spare_;
+  float* scratch_;
+  std::vector<Task> tasks_;
 };
 
-// Returns false where some x has numbers that this kernel does not support. The caller decodes the token again, which
+// Returns false where some x has numbers that the kernels do not support. The caller decodes the token again, which
 // overwrites what this call has written to the cache.
-bool decode(Model& model, const ProductKernel& kernel, const RowKernels& rows, Bf16* out) {
+bool decode(Model& model, const ProductKernels& products, int64_t most_few_rows, const RowKernels& rows, Bf16* out) {
   const int64_t workers = torch::stable::get_num_threads();
-  Step step(model, kernel, rows, workers);
+  Step step(model, products, most_few_rows, rows, workers);
+  std::optional<Inputs> shared;
+  if (step.is_shared()) shared.emplace(step);
   const auto work = [&](int64_t first, int64_t) {
-    Worker worker(step, model, first);
-    const Bf16* y = worker.run();
-    if (first == 0) std::memcpy(out, y, model.hidden * sizeof *out);
+    std::optional<Inputs> own;
+    Worker(step, shared ? *shared : own.emplace(step), first).run(out);
   };
   parallel(workers, 1, work);
   return !step.refused;
@@ -338,15 +373,15 @@ bool decode(Model& model, const ProductKernel& kernel, const RowKernels& rows, B
 
 Tensor decode_step(const Tensor& x, const std::vector<Tensor>& weights, const Tensor& kinds, const Tensor& numbers,
                    const std::vector<Tensor>& keys, const std::vector<Tensor>& values, const std::vector<Tensor>& cos,
-                   const std::vector<Tensor>& sin, int64_t position) {
-  Model model(x, weights, kinds, numbers, keys, values, cos, sin, position);
+                   const std::vector<Tensor>& sin, int64_t position, std::optional<Tensor> starts) {
+  Model model(x, weights, kinds, numbers, keys, values, cos, sin, position, starts);
   const InstructionSet& set = instruction_set();
   const RowKernels& rows = set.compiled.rows;
-  Tensor y = empty({1, model.hidden}, ScalarType::BFloat16);
+  Tensor y = empty({model.rows, model.hidden}, ScalarType::BFloat16);
   Bf16* out = static_cast<Bf16*>(y.mutable_data_ptr());
-  if (set.bf16 && decode(model, set.bf16->few, rows, out)) return y;
+  if (set.bf16 && decode(model, *set.bf16, set.bf16->most_few_rows, rows, out)) return y;
   const ProductKernels& products = set.compiled.products;
-  if (!decode(model, products.few, rows, out)) decode(model, products.many, rows, out);
+  if (!decode(model, products, products.most_few_rows, rows, out)) decode(model, products, 0, rows, out);
   return y;
 }
 

@@ -1,4 +1,4 @@
-// Which experts a token goes to, and how much of each it takes.
+// Which experts tokens go to, and how much of each they take.
 #pragma once
 
 #include <algorithm>
@@ -59,5 +59,28 @@ inline Chosen route(const Bf16* logits, int64_t experts, int64_t count, int64_t 
   }
   return chosen;
 }
+
+// What tokens take of experts, in slots of ascending experts, so that those of an expert lie one behind the other.
+struct Routes {
+  struct Slot {
+    int64_t row, expert;
+  };
+  std::vector<Chosen> rows;
+  std::vector<Slot> slots;
+  std::vector<int64_t> slot_of;  // the i-th expert of a row: slot_of[row * chosen + i]
+
+  // logits: (count, experts).
+  Routes(const Bf16* logits, int64_t count, int64_t experts, int64_t chosen, int64_t kind) : slot_of(count * chosen) {
+    std::vector<int64_t> order(count * chosen);
+    std::iota(order.begin(), order.end(), 0);
+    for (int64_t row = 0; row < count; ++row) rows.push_back(route(logits + row * experts, experts, chosen, kind));
+    const auto expert_of = [&](int64_t i) { return rows[i / chosen].experts[i % chosen]; };
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return expert_of(a) < expert_of(b); });
+    for (const int64_t i : order) {
+      slot_of[i] = int64_t(slots.size());
+      slots.push_back({i / chosen, expert_of(i)});
+    }
+  }
+};
 
 }  // namespace nvfp4

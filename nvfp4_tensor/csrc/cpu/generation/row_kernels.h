@@ -30,21 +30,22 @@ struct Gate {
   float alpha, limit;  // of kClampedGlu
 };
 
-// cos and sin of the first `size` elements of a head: all of it, or a part.
+// cos and sin of the first `size` elements of a head: all of it, or a part. 0: none.
 struct Rotation {
   const float *cos = nullptr, *sin = nullptr;
   int64_t size = 0;
+  int64_t step = 0;      // from one text to the next: 0 where all have the same
   bool is_wide = false;  // rounded once; otherwise each product and their sum
 };
 
-// One token's queries, keys and values, and the cache to append them to. Norms of heads and the rotation come first.
+// One text's queries, keys and values, and the cache to append them to. Norms of heads and the rotation come first.
 struct Attention {
-  const Bf16 *q, *k, *v;     // (heads, dim), (kv_heads, dim), (kv_heads, dim)
-  Norm q_norm, k_norm;       // over a head
-  const Rotation* rotation;  // null: none
-  const Bf16* sinks;         // (heads,): scores without a value; null: none
-  Bf16 *keys, *values;       // (kv_heads, length, dim), of which [first, first + count) are seen
-  Bf16* out;                 // (heads, dim)
+  const Bf16 *q, *k, *v;  // (heads, dim), (kv_heads, dim), (kv_heads, dim)
+  Norm q_norm, k_norm;    // over a head
+  Rotation rotation;
+  const Bf16* sinks;    // (heads,): scores without a value; null: none
+  Bf16 *keys, *values;  // (kv_heads, length, dim), of which [first, first + count) are seen
+  Bf16* out;            // (heads, dim)
   // (kv_heads, 2, dim), where a cache that is full keeps the new key and value until it has moved; null: they are
   // written behind the tokens that are seen.
   Bf16* later;
@@ -54,17 +55,24 @@ struct Attention {
   int64_t scratch_words() const { return 2 * dim + (count / 16 + 1) * 16 + 16 * 16; }
 };
 
+// y (x_rows, rows) = x (x_rows, size) @ w (rows, size)^T + bias, which is null for none.
+struct DenseProduct {
+  const Bf16 *x, *w, *bias;
+  int64_t x_rows, rows, size;
+  Bf16* y;
+};
+
 struct RowKernels {
   // sum += factor * x, the product rounded where it is not x.
   void (*add)(Bf16* sum, const Bf16* x, float factor, int64_t size);
   void (*norm)(const Bf16* x, const Norm&, Bf16* out, int64_t size);
-  // out = act(gate) * up. A magnitude below 2^-100 becomes 0: bfloat16 products do not support it (XRange). gate_up:
-  // (2, size), or (size, 2) for kClampedGlu.
-  void (*gate)(const Bf16* gate_up, const Gate&, Bf16* out, int64_t size);
+  // out = act(gate) * up. A magnitude below 2^-100 becomes 0: bfloat16 products do not support it (XRange). For
+  // kClampedGlu both alternate, from `gate` on.
+  void (*gate)(const Bf16* gate, const Bf16* up, const Gate&, Bf16* out, int64_t size);
   // Head `head` of the output; the first head of a group appends the group's key and value to the cache.
   void (*attend)(const Attention&, int64_t head, float* scratch);
-  // Elements [begin, end) of y = w x + bias, w dense (.., size), the bias null for none.
-  void (*multiply)(const Bf16* x, const Bf16* w, const Bf16* bias, int64_t size, Bf16* y, int64_t begin, int64_t end);
+  // Columns [begin, end) of a dense product.
+  void (*multiply)(const DenseProduct&, int64_t begin, int64_t end);
 };
 
 }  // namespace nvfp4

@@ -1,5 +1,5 @@
-// Norms, gates and a dense product of one token, in the vocabulary of sixteen lanes, included once for each instruction
-// set.
+// Norms, gates and a dense product of a few rows, in the vocabulary of sixteen lanes, included once for each
+// instruction set.
 #pragma once
 
 #include <cmath>
@@ -217,36 +217,61 @@ inline void clamped_row(const Bf16* gate_up, const Gate& g, Bf16* out, int64_t s
   }
 }
 
-inline void gate_row(const Bf16* gate_up, const Gate& g, Bf16* out, int64_t size) {
-  const Bf16* up = gate_up + size;
+inline void gate_row(const Bf16* gate, const Bf16* up, const Gate& g, Bf16* out, int64_t size) {
   switch (g.activation) {
-    case Activation::kSilu: return gate_elements(gate_up, up, out, size, [](F x) { return silu(x); });
-    case Activation::kGeluTanh: return gate_elements(gate_up, up, out, size, [](F x) { return gelu_tanh(x); });
-    case Activation::kGelu: return gate_elements(gate_up, up, out, size, [](F x) { return gelu(x); });
-    case Activation::kClampedGlu: return clamped_row(gate_up, g, out, size);
+    case Activation::kSilu: return gate_elements(gate, up, out, size, [](F x) { return silu(x); });
+    case Activation::kGeluTanh: return gate_elements(gate, up, out, size, [](F x) { return gelu_tanh(x); });
+    case Activation::kGelu: return gate_elements(gate, up, out, size, [](F x) { return gelu(x); });
+    case Activation::kClampedGlu: return clamped_row(gate, g, out, size);
   }
 }
 
-// --- a dense product of one row --------------------------------------------------------------------------------------
+// --- a dense product -------------------------------------------------------------------------------------------------
 
-// Rows [begin, end) of w (.., size) times x. Rows of w are read in memory order: the hardware prefetches them.
-inline void multiply_rows(const Bf16* x, const Bf16* w, const Bf16* bias, int64_t size, Bf16* y, int64_t begin,
-                          int64_t end) {
-  float tile[kLanes * kLanes] = {}, sums[kLanes];
+constexpr int kMostDenseRows = 4;  // of x, that meet a row of w together
+
+// Rows [first, first + count) of w, 16 at most, with kX rows of x from `row` on. Rows of w are read in memory order:
+// the hardware prefetches them. Each sum has the same order whatever kX is.
+template <int kX>
+inline void multiply_tile(const DenseProduct& p, int64_t row, int64_t first, int64_t count) {
+  float tiles[kX][kLanes * kLanes] = {}, sums[kLanes];
+  const Bf16* x = p.x + row * p.size;
+  for (int64_t r = 0; r < count; ++r) {
+    const Bf16* weight = p.w + (first + r) * p.size;
+    F even[kX], odd[kX];
+    for (int m = 0; m < kX; ++m) even[m] = odd[m] = set(0.0f);
+    for (int64_t i = 0; i < p.size; i += kPair) {
+      const Pairs of_w(weight + i);
+#pragma GCC unroll 4
+      for (int m = 0; m < kX; ++m) {
+        const Pairs of_x(x + m * p.size + i);
+        even[m] = multiply_add(of_w.even, of_x.even, even[m]);
+        odd[m] = multiply_add(of_w.odd, of_x.odd, odd[m]);
+      }
+    }
+    for (int m = 0; m < kX; ++m) store(tiles[m] + r * kLanes, add(even[m], odd[m]));
+  }
+  for (int m = 0; m < kX; ++m) {
+    store(sums, sums_of_lanes(tiles[m], kLanes));
+    Bf16* y = p.y + (row + m) * p.rows + first;
+    for (int64_t r = 0; r < count; ++r) y[r] = rounded(sums[r] + (p.bias ? widened(p.bias[first + r]) : 0.0f));
+  }
+}
+
+// The same with 1 to kX rows of x.
+template <int kX>
+inline void multiply_tile(const DenseProduct& p, int64_t x_rows, int64_t row, int64_t first, int64_t count) {
+  if (x_rows == kX) return multiply_tile<kX>(p, row, first, count);
+  if constexpr (kX > 1) multiply_tile<kX - 1>(p, x_rows, row, first, count);
+}
+
+inline void multiply_dense(const DenseProduct& p, int64_t begin, int64_t end) {
   for (int64_t first = begin; first < end; first += kLanes) {
     const int64_t count = first + kLanes < end ? kLanes : end - first;
-    for (int64_t r = 0; r < count; ++r) {
-      const Bf16* row = w + (first + r) * size;
-      F even = set(0.0f), odd = set(0.0f);
-      for (int64_t i = 0; i < size; i += kPair) {
-        const Pairs of_x(x + i), of_w(row + i);
-        even = multiply_add(of_w.even, of_x.even, even);
-        odd = multiply_add(of_w.odd, of_x.odd, odd);
-      }
-      store(tile + r * kLanes, add(even, odd));
+    for (int64_t row = 0; row < p.x_rows; row += kMostDenseRows) {
+      const int64_t x_rows = row + kMostDenseRows < p.x_rows ? kMostDenseRows : p.x_rows - row;
+      multiply_tile<kMostDenseRows>(p, x_rows, row, first, count);
     }
-    store(sums, sums_of_lanes(tile, kLanes));
-    for (int64_t r = 0; r < count; ++r) y[first + r] = rounded(sums[r] + (bias ? widened(bias[first + r]) : 0.0f));
   }
 }
 

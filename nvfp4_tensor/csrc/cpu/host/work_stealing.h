@@ -40,6 +40,7 @@ class Claims {
     }
   }
   bool is_done() const { return done_.load(std::memory_order_acquire) >= count_; }
+  int64_t count() const { return count_; }
   // The first unit of a worker's own range.
   int64_t first(int64_t worker) const { return count_ * worker / int64_t(ranges_.size()); }
 
