@@ -42,7 +42,7 @@ from benchmarks.speed.stock_llama import SHAPES, stock_llama
 from nvfp4_cli.demo.model import load_model
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
-from nvfp4_tensor.generation.step import NativeDecoder, decode_natively
+from nvfp4_tensor.generation import decode_natively
 from nvfp4_tensor.sizes import stored_bytes
 
 MODELS = ("smollm2", "llama-1b", "tiny")
@@ -80,8 +80,7 @@ class Clock:
 
 def generate_with(model: nn.Module) -> Contender:
     """transformers' `generate` with a static cache, natively. Models of one `model.model` share what that changes."""
-    if not isinstance(model.model.forward, NativeDecoder):
-        decode_natively(model)
+    decode_natively(model)
 
     def run(prompt: Tensor, count: int) -> Run:
         clock = Clock()

@@ -6,7 +6,7 @@ import nvfp4_tensor.dispatch  # noqa: F401
 
 # isort: split
 from nvfp4_tensor.generation.cache import nvfp4_cache
-from nvfp4_tensor.generation.step import decode_natively
+from nvfp4_tensor.generation.step import decode_counts, decode_natively
 from nvfp4_tensor.generation.text import generate
 
-__all__ = ["decode_natively", "generate", "nvfp4_cache"]
+__all__ = ["decode_counts", "decode_natively", "generate", "nvfp4_cache"]

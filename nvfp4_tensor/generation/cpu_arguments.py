@@ -1,20 +1,21 @@
 """Flatten the description of a model into the arguments of ``nvfp4::decode_step``.
 
     step = flatten(describe(model))
-    torch.ops.nvfp4.decode_step(x, *step.constants, keys, values, cos, sin, position)
+    torch.ops.nvfp4.decode_step(x, *step.constants, keys, values, cos, sin, position, starts)
 
 The op reads a list of tensors and two tables of numbers. ``ops/composite/decode_step.py`` has their layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nvfp4_tensor.generation.architectures import Attention, Block, FeedForward, Linear, Mixture, Model, Norm
+from nvfp4_tensor.generation.ring import Place
 from nvfp4_tensor.numerics.layout import TILE_ROWS
 from nvfp4_tensor.ops.composite.decode_step import KINDS, NUMBERS, PARTS, NormStyle, Routing
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -66,6 +67,34 @@ def flatten(model: Model) -> StepArguments:
             [*(row.numbers for row in rows), [model.norm.eps, *[0.0] * (len(NUMBERS) - 1)]], dtype=torch.float64
         ),
     )
+
+
+class CpuLayers:
+    """All blocks and the last norm of a described model as one operator, on a CPU."""
+
+    def __init__(self, model: Model) -> None:
+        self._arguments = flatten(model).constants
+
+    def __call__(
+        self,
+        x: Tensor,
+        place: Place,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> Tensor:
+        """Return the hidden states (B, D) after the last norm of embedded tokens x (B, D).
+
+        Args:
+            place: where the tokens are written.
+            rotations: cos and sin (1 or B, rotary) for each of the model's rotary embeddings.
+            keys, values: per layer (B, kv_heads, length, head_dim).
+        """
+        cos, sin = ([pair[i] for pair in rotations] for i in range(2))
+        hidden: Tensor = torch.ops.nvfp4.decode_step(
+            x, *self._arguments, keys, values, cos, sin, int(place.position), place.starts
+        )
+        return hidden
 
 
 class _Row:

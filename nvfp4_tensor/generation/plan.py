@@ -1,44 +1,259 @@
-"""The arguments of the CPU's decoding op for a model, and a check that the model has not changed."""
+"""How a token of a model is computed: by the native step of a description, or in a graph by the model's own forward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from nvfp4_tensor.generation.cpu_arguments import flatten
-from nvfp4_tensor.generation.families import describe
-from nvfp4_tensor.generation.model_state import ModelState, check_class, check_known, check_modules, unsupported_reason
+from nvfp4_tensor.generation.architectures import Model, Rotary
+from nvfp4_tensor.generation.cache_argument import cache_argument
+from nvfp4_tensor.generation.cpu_arguments import CpuLayers
+from nvfp4_tensor.generation.families import FAMILIES, describe, family_of
+from nvfp4_tensor.generation.fixed_cache import (
+    FixedCache,
+    buffers_of,
+    capacity_of,
+    graph_buffers_of,
+    has_codes,
+    has_room,
+    keeps_all_keys,
+    static_view,
+)
+from nvfp4_tensor.generation.fused_layers import FusedLayers
+from nvfp4_tensor.generation.model_state import ModelState, check_known, check_modules, unsupported_reason
+from nvfp4_tensor.generation.prompt import fits, make_room, read
+from nvfp4_tensor.generation.ring import Place
+from nvfp4_tensor.generation.token_step import Rotation, TokenStep
+
+_REQUESTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Plan:
-    """What ``nvfp4::decode_step`` reads of a model, and the state of the model that it depends on.
+    """How one token of a model is computed, and the state of the model that it depends on.
 
     Attributes:
-        description: the model.
-        constants: the arguments of the op between x and the caches.
+        description: the described model, whose native step this is; None: the model's own forward.
+        requests_more: whether the config asks for more than logits.
+        reason: why a model of a known family takes its own forward, None for other models.
+
+    Args:
+        by_operators: on a CPU too, run the operators of a graph one by one. Otherwise all layers are one there.
 
     Raises:
-        ValueError: the op does not compute this model's forward. The message has the reason.
+        ValueError: neither is possible. The message has the reason.
+        TypeError: on a CPU, a model of no known family.
     """
 
-    def __init__(self, inner: Any) -> None:
-        check_model(inner)
-        self.description = describe(inner)
-        modules = dict(modules_of(inner))
-        check_known(modules, type(inner).__module__)
-        check_modules(modules, ())
-        check_class(type(inner))
-        self.constants = flatten(self.description).constants
-        self._state = ModelState({"model": inner, **modules}, (inner,), inner.config)  # its children may be replaced
+    def __init__(self, model: Any, by_operators: bool = False) -> None:
+        self.model = model
+        self.description: Model | None = None
+        self.reason: str | None = None
+        self._layers: CpuLayers | None = None
+        self._tables: dict[int, _Table] = {}
+        modules = {name or type(model).__name__: each for name, each in model.named_modules(remove_duplicate=False)}
+        check_modules(modules, (model,), patched=True)
+        self.device = _single_device(model)
+        if self.device.type == "cpu" and not by_operators:
+            _check_family(model)
+            self.description = _describe(model, modules)
+            self._layers = CpuLayers(self.description)
+        elif family_of(model) is not None:
+            try:
+                self.description = _describe(model, modules)
+            except (ValueError, AttributeError) as error:  # AttributeError: a module of another class
+                self.reason = str(error)
+        if self.description is None:
+            _check_own_forward(model, modules)
+        else:
+            self._step = TokenStep(self.description)
+        self.dtype: torch.dtype = model.dtype
+        self.requests_more = model.config.return_dict is False or any(
+            getattr(model.config, name, False) for name in _REQUESTS
+        )
+        self.layers: int = model.config.get_text_config(decoder=True).num_hidden_layers
+        self._state = ModelState(modules, (model,), model.config)
 
-    def holds(self, config: Any) -> bool:
-        """Return whether the model has not changed."""
-        return self._state.holds(config)
+    def holds(self) -> bool:
+        """Return whether the model has not changed since the plan was made."""
+        return self._state.holds(self.model.config)
+
+    @property
+    def changing_rotaries(self) -> bool:
+        """Whether a rotation depends on the length of the text, which is read on the host."""
+        return self.description is not None and any(each.changes for each in self.description.rotaries)
+
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """Return cos and sin (B, rotary) of positions (B, 1) for each of the model's rotary embeddings."""
+        assert self.description is not None
+        return [self._rotation(i, each, positions) for i, each in enumerate(self.description.rotaries)]
+
+    def _rotation(self, index: int, rotary: Rotary, positions: Tensor) -> Rotation:
+        assert self.description is not None
+        like = self.description.norm.weight
+        if self._layers is None or rotary.changes:
+            cos, sin = rotary.cos_sin(like, positions)
+            return cos.flatten(0, 1), sin.flatten(0, 1)
+        table, last = self._tables.get(index), int(positions.max())
+        if table is None or last >= len(table.cos) or not table.holds(rotary):
+            # Up to the next power of two: one at a time costs a CPU 0.1 ms each.
+            table = self._tables[index] = _Table(rotary, like, 1 << (last + 1).bit_length())
+        return table.cos[positions[:, 0]], table.sin[positions[:, 0]]
+
+    def read(self, tokens: Tensor, positions: Tensor, starts: Tensor | None, cache: FixedCache, kept: int) -> Tensor:
+        """Append prompts (B, T) to a cache, and return the logits (B, kept, vocabulary) of their last tokens.
+
+        Args:
+            positions: (1 or B, T), for the rotary embeddings.
+            starts: (B,), the first position that each text sees; None: 0.
+        """
+        assert self.description is not None
+        like = self.description.norm.weight
+        make_room(cache, self.description, len(tokens), cache.layers[0].length + tokens.shape[1])
+        rotations = [each.cos_sin(like, positions) for each in self.description.rotaries]
+        return read(self._step, tokens, cache, rotations, starts, kept)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether :meth:`read` is the model's forward."""
+        return self._layers is None and self.description is not None and fits(self.description)
+
+    def has_room(self, cache: Any, position: int) -> bool:
+        """Return whether a step can append the token at ``position`` to all layers of a cache."""
+        if self._layers is None or self.description is None:
+            return position < capacity_of(cache)
+        return has_room(cache, position, [each.attention.window for each in self.description.blocks])
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether the native step can attend to a cache of codes: without windows and sinks."""
+        return (
+            self._layers is None
+            and self.description is not None
+            and not any(each.attention.window or each.attention.sinks is not None for each in self.description.blocks)
+        )
+
+    def bind(self, cache: Any, padded: bool) -> NativeStep | OwnStep:
+        """Return the step that appends to the buffers of this cache; ``padded``: texts may have padding before them."""
+        return OwnStep(self, cache) if self.description is None else NativeStep(self, cache, padded)
+
+    def run(self, *arguments: Any) -> Tensor:
+        """Run the native step: arguments and logits as of :class:`~nvfp4_tensor.generation.token_step.TokenStep`."""
+        return self._step(*arguments)
 
 
-def check_model(inner: Any) -> None:
+class NativeStep:
+    """The native step with the buffers of one cache, dense or of codes."""
+
+    def __init__(self, plan: Plan, cache: Any, padded: bool) -> None:
+        assert plan.description is not None
+        self.plan = plan
+        self.codes = graph_buffers_of(cache) if has_codes(cache) else None
+        self.buffers = buffers_of(cache) if self.codes is None else (self.codes, self.codes)
+        self.fused: CpuLayers | FusedLayers | None = plan._layers
+        if self.fused is None and not padded:
+            self.fused = FusedLayers.of(plan.description, *self.buffers)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        position: Tensor,
+        starts: Tensor | None,
+        positions: Tensor,
+        rotations: Sequence[Rotation] | None,
+    ) -> Tensor:
+        """Return the logits (B, vocabulary) after tokens (B, 1).
+
+        Args:
+            position: (1,), the number of tokens in the cache.
+            starts: (B,), the first position that each text sees; None: 0.
+            positions: (B, 1), for the rotary embeddings.
+            rotations: cos and sin of these positions, None to compute them here.
+        """
+        rotations = self.plan.rotations(positions) if rotations is None else rotations
+        place = Place(position, starts) if self.codes is None else self.codes[0].place_of(position, starts)
+        return self.plan.run(tokens.flatten(), place, rotations, *self.buffers, self.fused)
+
+    def release(self) -> None:
+        """Forget the buffers, which a captured graph knows by their addresses."""
+        del self.buffers, self.codes
+
+
+class OwnStep:
+    """The model's own forward with the buffers of one cache."""
+
+    def __init__(self, plan: Plan, cache: Any) -> None:
+        assert type(cache) is FixedCache
+        self.model, self.cache = plan.model, static_view(cache)
+        self.cache_argument = cache_argument(self.model)
+        layers: list[Any] = self.cache.layers
+        self.lengths: list[Tensor] = [layer.cumulative_length for layer in layers]
+
+    def __call__(
+        self, tokens: Tensor, position: Tensor, starts: Tensor | None, positions: Tensor, rotations: object
+    ) -> Tensor:
+        """Return the logits; arguments as of :class:`NativeStep`."""
+        torch._foreach_copy_(self.lengths, [position[0]] * len(self.lengths))
+        output = type(self.model).forward(
+            self.model, input_ids=tokens, position_ids=positions, use_cache=True, **{self.cache_argument: self.cache}
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def release(self) -> None:
+        """Forget the buffers, not the lengths, which only the graph knows otherwise."""
+        del self.cache
+
+
+class _Table:
+    """cos and sin (count, rotary) of the first positions, and the frequencies that they were computed from."""
+
+    def __init__(self, rotary: Rotary, like: Tensor, count: int) -> None:
+        cos, sin = rotary.cos_sin(like, torch.arange(count)[None])
+        self.cos, self.sin = cos[0], sin[0]
+        self._module, self._frequencies = rotary.module, rotary.frequencies.clone()
+        self._scaling = rotary.scaling
+
+    def holds(self, rotary: Rotary) -> bool:
+        frequencies = rotary.frequencies
+        return (
+            rotary.module is self._module
+            and rotary.scaling == self._scaling
+            and frequencies.dtype == self._frequencies.dtype
+            and torch.equal(frequencies, self._frequencies)
+        )
+
+
+def _check_family(model: Any) -> None:
+    if family_of(model) is None:
+        *names, last = (each.name for each in FAMILIES.values())
+        supported = f"{', '.join(names)} or {last}"
+        raise TypeError(
+            f"decode_natively supports a {supported} of transformers with an output layer, not {type(model)}"
+        )
+
+
+def _describe(model: Any, modules: dict[str, nn.Module]) -> Model:
+    """Describe the model for its native step, or raise a ValueError with what does not fit."""
+    description = describe(model)
+    _check_layers(model.model)
+    check_known(modules, type(model).__module__)
+    check_modules(modules, (model,))
+    norms = [norm for block in description.blocks for norm in (block.pre_attention, block.pre_feed_forward)]
+    linears = [each for block in description.blocks for each in (*block.attention.qkv, block.attention.o)]
+    found = {each.weight.dtype for each in (*linears, *norms, description.norm) if each is not None}
+    if len(found) != 1 or not found <= set(DTYPES):
+        kinds = ", ".join(sorted(map(str, found)))
+        raise ValueError(f"the native step needs a bfloat16 or float16 model, and this one has {kinds}")
+    if description.norm.weight.dtype != description.embedding.dtype:
+        raise ValueError("the native step needs an embedding of the model's dtype")
+    return description
+
+
+def _check_layers(inner: Any) -> None:
     """Raise a ValueError for a configuration, or a state of the process or layers, that native steps do not support."""
     if reason := unsupported_reason(inner.config):
         raise ValueError(reason)
@@ -54,11 +269,20 @@ def check_model(inner: Any) -> None:
             )
 
 
-def modules_of(inner: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the name and module of each module whose forward the op replaces."""
-    yield "model.layers", inner.layers
-    for path, module in inner.layers.named_modules(remove_duplicate=False):
-        if path:
-            yield f"model.layers.{path}", module
-    yield "model.norm", inner.norm
-    yield "model.rotary_emb", inner.rotary_emb
+def _single_device(model: Any) -> torch.device:
+    devices = {each.device for each in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1:
+        raise ValueError(
+            f"the model is on {len(devices)} devices, and a CUDA graph needs one: {sorted(map(str, devices))}"
+        )
+    return devices.pop()
+
+
+def _check_own_forward(model: Any, modules: dict[str, nn.Module]) -> None:
+    """Raise a ValueError for a model whose own forward a graph would not repeat."""
+    if reason := unsupported_reason(model.config.get_text_config(decoder=True)):
+        raise ValueError(reason)
+    if training := [name for name, each in modules.items() if each.training]:
+        raise ValueError(f"{training[0]} is in training mode: call model.eval() first")
+    if model.config.is_encoder_decoder or not keeps_all_keys(model.config):
+        raise ValueError("the model has layers other than attention over all tokens, or an encoder")

@@ -18,7 +18,7 @@ from nvfp4_tensor.generation.fixed_cache import (
     has_codes,
     length_of,
 )
-from nvfp4_tensor.generation.graph_plan import GraphPlan
+from nvfp4_tensor.generation.plan import Plan
 from nvfp4_tensor.generation.token_step import Rotation
 
 WARM_UPS = 2
@@ -40,7 +40,7 @@ class Runner:
 
     def __init__(
         self,
-        plan: GraphPlan,
+        plan: Plan,
         cache: Any,
         batch: int,
         chooser: Chooser | None = None,

@@ -16,8 +16,8 @@ from transformers.cache_utils import StaticLayer
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.choice import Chooser, Sampling
-from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, capacity_of, keeps_all_keys, length_of
-from nvfp4_tensor.generation.graph_decoder import MAX_BATCH, GraphDecoder, Padding, padding_of
+from nvfp4_tensor.generation.decoder import MAX_BATCH, Decoder, Padding, padding_of
+from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, keeps_all_keys, length_of
 
 AHEAD = 4
 """Number of steps that a GPU is given ahead of the token that the host reads, so that neither waits for the other."""
@@ -207,7 +207,7 @@ class _Writer:
         if type(self.cache) is FixedCache:
             self.cache.reserve(position + 1)
         runner = self._runner(position)
-        if runner is None:
+        if runner is None or self.decoder is None:
             assert self._next is not None
             self._next = self.chooser(self._logits(self._next[:, None], position))
             return
@@ -215,17 +215,13 @@ class _Writer:
             runner.feed(self._next)
         runner.launch(position, None, None if self.padding is None else self.padding.starts)
         append_one(self.cache)
+        self.decoder.count()
         self._last, self._next = runner, None
 
     def _runner(self, position: int) -> Any:
         """Return the runner for the next token. The model may have changed, or have got hooks, since the last one."""
         decoder, runner = self.decoder, None
-        if (
-            decoder is not None
-            and decoder.plan() is not None
-            and decoder.takes(self.cache)
-            and position < capacity_of(self.cache)
-        ):
+        if decoder is not None and decoder.plan() is not None and decoder.takes(self.cache):
             runner = decoder.runner(self.cache, self.chooser, position, self.padding)
         if runner is not None and runner is not self._last:
             runner.restart()
@@ -239,7 +235,8 @@ class _Writer:
             options["attention_mask"] = (places >= 0).long()
             if "position_ids" in inspect.signature(type(self.model).forward).parameters:
                 options["position_ids"] = places[:, position:].clamp(min=0)
-        output = self.model(input_ids=tokens, use_cache=True, **{cache_argument(self.model): self.cache}, **options)
+        forward = self.model if self.decoder is None else self.decoder
+        output = forward(input_ids=tokens, use_cache=True, **{cache_argument(self.model): self.cache}, **options)
         logits: Tensor = output.logits[:, -1]
         return logits
 
@@ -298,13 +295,13 @@ def _is_captured(ids: Tensor) -> bool:
     return ids.is_cuda
 
 
-def _decoder_of(model: Any) -> GraphDecoder | None:
+def _decoder_of(model: Any) -> Decoder | None:
     """Return the decoder that decode_natively gave the model, or one for this text, None if there can be none."""
     decoder = vars(model).get("forward")
-    if isinstance(decoder, GraphDecoder):
+    if isinstance(decoder, Decoder):
         return decoder
     try:
-        return GraphDecoder(model)
+        return Decoder(model)
     except ValueError:
         return None
 

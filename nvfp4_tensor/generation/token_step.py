@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from nvfp4_tensor.generation.architectures import Attention, Block, FeedForward, Linear, Mixture, Model, Norm
-from nvfp4_tensor.generation.fused_layers import FusedLayers
 from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, Place
 from nvfp4_tensor.numerics.layout import TILE_ROWS
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -36,6 +35,10 @@ class Sum(NamedTuple):
     residual: Tensor | None = None
     first: Norm | None = None
     multiplier: float = 1.0
+
+
+Attend = Callable[[int, Attention, Tensor], Tensor]
+"""From a layer's index, its attention, and q, k and v of rows to what they attend to (rows, heads * head_dim)."""
 
 
 class TokenStep:
@@ -59,7 +62,7 @@ class TokenStep:
         rotations: Sequence[Rotation],
         keys: Sequence[Buffer],
         values: Sequence[Buffer],
-        fused: FusedLayers | None = None,
+        fused: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Append one token per row to the caches, and return the logits (B, vocabulary) after it.
 
@@ -70,32 +73,37 @@ class TokenStep:
             keys, values: per layer (B, kv_heads, length, head_dim), or codes.
             fused: all blocks as one kernel for these buffers, where there is one.
         """
+        x = self.embedded(tokens)
+        if fused is not None:
+            return self._capped(self.plain_head(fused(x, place, rotations, keys, values)))
+
+        def attend_one(layer: int, attention: Attention, qkv: Tensor) -> Tensor:
+            return attend(attention, qkv, place, rotations, keys[layer], values[layer])
+
+        return self.logits(self.blocks_of(x, attend_one))
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return what goes into the first block (rows, D) for tokens (rows,)."""
         x = torch.nn.functional.embedding(tokens, self.model.embedding)
-        if self.model.embedding_multiplier != 1.0:
-            x = x * self.model.embedding_multiplier
-        logits = (
-            self._logits(x, place, rotations, keys, values)
-            if fused is None
-            else self.plain_head(fused(x, place, rotations, keys, values))
-        )
+        return x if self.model.embedding_multiplier == 1.0 else x * self.model.embedding_multiplier
+
+    def blocks_of(self, x: Tensor, attend: Attend) -> Sum:
+        """Run rows (rows, D) through all blocks."""
+        total = Sum(x)
+        for i, block in enumerate(self.blocks):
+            total = block(total, functools.partial(attend, i))
+        return total
+
+    def logits(self, total: Sum) -> Tensor:
+        """Return the logits (rows, vocabulary) behind the last block."""
+        logits, _ = self.head(total)
+        return self._capped(logits)
+
+    def _capped(self, logits: Tensor) -> Tensor:
         if self.model.logits_divisor != 1.0:
             logits = logits / self.model.logits_divisor
         if cap := self.model.logits_softcap:
             logits = torch.tanh(logits / cap) * cap
-        return logits
-
-    def _logits(
-        self,
-        x: Tensor,
-        place: Place,
-        rotations: Sequence[Rotation],
-        keys: Sequence[Buffer],
-        values: Sequence[Buffer],
-    ) -> Tensor:
-        total = Sum(x)
-        for i, block in enumerate(self.blocks):
-            total = block(total, place, rotations, keys[i], values[i])
-        logits, _ = self.head(total)
         return logits
 
 
@@ -108,18 +116,11 @@ class _Block:
         self.o = project((block.attention.o,))
         self.feed_forward = _feed_forward(block.pre_feed_forward, block.feed_forward)
 
-    def __call__(
-        self,
-        total: Sum,
-        place: Place,
-        rotations: Sequence[Rotation],
-        keys: Buffer,
-        values: Buffer,
-    ) -> Sum:
+    def __call__(self, total: Sum, attend: Callable[[Attention, Tensor], Tensor]) -> Sum:
         """Return the sum after the block; total: the one before it."""
         block = self.block
         qkv, x = self.qkv(total)
-        attended = self.o(attend(block.attention, qkv, place, rotations, keys, values))
+        attended = self.o(attend(block.attention, qkv))
         y, x = self.feed_forward(Sum(attended, x, block.post_attention, block.residual_multiplier))
         return Sum(y, x, block.post_feed_forward, block.residual_multiplier)
 
@@ -215,10 +216,23 @@ def project(linears: Sequence[Linear]) -> Callable[[Tensor], Tensor]:
         parts, biases = _parts(linears)
         return lambda x: torch.ops.nvfp4.linears(x, *parts, biases)
     if len(linears) == 1:
-        return lambda x: torch.nn.functional.linear(x, linears[0].weight, linears[0].bias)
+        return functools.partial(_linear, linears[0])
     if all(type(each.weight.data) is Tensor and each.bias is None for each in linears):
         return functools.partial(_products, [each.weight for each in linears])
     return lambda x: torch.cat([torch.nn.functional.linear(x, each.weight, each.bias) for each in linears], -1)
+
+
+ROWS_OF_LINEAR_ROW = 4
+"""Rows up to which ``nvfp4::linear_row`` is faster on a CPU than torch's product."""
+
+
+def _linear(linear: Linear, x: Tensor) -> Tensor:
+    weight = linear.weight
+    fits = x.is_cpu and len(x) <= ROWS_OF_LINEAR_ROW and linear.bias is None and type(weight.data) is Tensor
+    if fits and weight.dtype == x.dtype == torch.bfloat16 and weight.is_contiguous() and x.shape[1] % 32 == 0:
+        y: Tensor = torch.ops.nvfp4.linear_row(x, weight.detach())  # reads the weight once, in memory order
+        return y
+    return torch.nn.functional.linear(x, weight, linear.bias)
 
 
 def _products(weights: Sequence[Tensor], x: Tensor) -> Tensor:

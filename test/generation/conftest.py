@@ -1,11 +1,10 @@
 """The ways in which tokens are decoded natively, and a record of the tokens that are."""
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 from nvfp4_tensor.generation import decode_natively
-from nvfp4_tensor.generation.graph_decoder import GraphDecoder
+from nvfp4_tensor.generation.decoder import Decoder
 from nvfp4_tensor.generation.runner import Runner
 
 
@@ -22,7 +21,7 @@ def natively(way):
     def install(model):
         if way != "graph":
             return decode_natively(model.to("cuda" if way == "cuda" else "cpu"))
-        GraphDecoder(model).install()
+        Decoder(model, by_operators=True).install()
         return model
 
     return install
@@ -31,7 +30,6 @@ def natively(way):
 @pytest.fixture
 def steps(monkeypatch):
     """The positions of the tokens that are decoded natively."""
-    seen, op, launch = [], torch.ops.nvfp4.decode_step, Runner.launch
-    monkeypatch.setattr(torch.ops.nvfp4, "decode_step", lambda *args: seen.append(args[8]) or op(*args))
+    seen, launch = [], Runner.launch
     monkeypatch.setattr(Runner, "launch", lambda self, at, *more: seen.append(at) or launch(self, at, *more))
     return seen

@@ -21,9 +21,9 @@ from nvfp4_tensor.generation import decode_natively, generate, nvfp4_cache, text
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import CACHE, cache_argument
 from nvfp4_tensor.generation.choice import uniforms
+from nvfp4_tensor.generation.decoder import Decoder
 from nvfp4_tensor.generation.fixed_cache import FixedCache, FixedLayer, length_of
 from nvfp4_tensor.generation.fused_layers import FusedLayers, fits
-from nvfp4_tensor.generation.graph_decoder import GraphDecoder
 from nvfp4_tensor.generation.ring import Ring
 
 MOST_TOKENS = 110
@@ -406,7 +406,7 @@ def models_of(family, kind):
             own = tiny_model(family, dtype, quantized=kind != "own", **MODELS[family])
         model = copy.deepcopy(own)
         if kind in GRAPHS:
-            GraphDecoder(model).install()
+            Decoder(model, by_operators=True).install()
         elif kind == "step":
             decode_natively(model)
         MADE[family, kind] = model, own

@@ -19,8 +19,7 @@ from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig
 from nvfp4_tensor.generation import decode_natively
-from nvfp4_tensor.generation.graph_decoder import GraphDecoder
-from nvfp4_tensor.generation.step import NativeDecoder
+from nvfp4_tensor.generation.decoder import Decoder
 
 PROMPT = torch.arange(3, 11)[None]
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "head_dim": 16, "attention_bias": True}
@@ -182,11 +181,7 @@ def check(model, family, log):
     tokens, logits = written(model, PROMPT, 4)
     new = copy.deepcopy(model)
     assert torch.equal(written(new, PROMPT, 4, along=tokens)[1], logits), log
-    if isinstance(vars(model.model).get("forward"), NativeDecoder):
-        own = decode_natively(new, False)
-    else:
-        own = new
-        del own.forward
+    own = decode_natively(new, False)
     error = relative_error(logits, written(own, PROMPT, 4, along=tokens)[1])
     assert error.median() < 0.1 if family in MIXTURES else error.max() < 0.06, (log, error)
     return logits
@@ -198,7 +193,7 @@ def check(model, family, log):
 def test_random_replacements(family, on_cpu):
     rng = random.Random(f"{family} {on_cpu}")
     model = tiny_model(family, tie_word_embeddings=False, **SIZES)
-    decode_natively(model) if on_cpu else GraphDecoder(model).install()
+    decode_natively(model) if on_cpu else Decoder(model, by_operators=True).install()
     log, before, seen = [], None, 0
     for turn, change in enumerate(rng.sample(turns := [*CHANGES, *CHANGES[:4], *TAKEN_BACK], k=len(turns))):
         log.append(change.__name__)

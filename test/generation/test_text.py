@@ -10,8 +10,8 @@ from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, StaticCache
 
 from nvfp4_tensor.generation import decode_natively, generate, nvfp4_cache
 from nvfp4_tensor.generation.cache_argument import CACHE
+from nvfp4_tensor.generation.decoder import Decoder
 from nvfp4_tensor.generation.fixed_cache import FixedCache
-from nvfp4_tensor.generation.graph_decoder import GraphDecoder
 from nvfp4_tensor.generation.runner import Runner
 
 
@@ -69,7 +69,7 @@ def test_greedy(family, batch, device):
 def test_prompts_of_different_lengths(kind, device, graphs):
     """Each text is the one that its prompt has alone, up to ties, in two turns with one cache, and without graphs."""
     model, ids, starts = model_on(device, native=False), prompt(3, 9, device), [0, 4, 7]
-    GraphDecoder(model).install()
+    Decoder(model, by_operators=True).install()
     cache = None if kind is None else cache_for(model, kind)
     text, begins = ids, torch.tensor(starts, device=device)[:, None]
     for turn in range(1 if cache is None else 2):
@@ -92,7 +92,7 @@ def test_long_texts(device, graphs, monkeypatch):
             monkeypatch.setattr("nvfp4_tensor.generation.fixed_cache.GROWTH", 8)
             monkeypatch.setattr("nvfp4_tensor.generation.choice.ROWS", 8)
         model, ids = model_on(device, native=False), prompt(2, device=device)
-        GraphDecoder(model).install()
+        Decoder(model, by_operators=True).install()
         texts.append([written(model, ids, 24, **options) for options in ({}, sampling)])
         for rank, tokens in zip((0, 2), texts[-1], strict=True):
             assert ties(model, ids, tokens, rank).max() < 0.2
@@ -138,7 +138,7 @@ def cache_for(model, kind):
 def test_a_given_cache_has_the_text(kind, batch, device, graphs):
     """Two turns with one cache write what transformers' generate writes after the whole text, in another such cache."""
     model, ids, more = model_on(device, native=False), prompt(batch, device=device), prompt(batch, 6, device)[:, 1:]
-    GraphDecoder(model).install()
+    Decoder(model, by_operators=True).install()
     cache = cache_for(model, kind)
     first = written(model, ids, 9, cache=cache)
     assert cache.get_seq_length() == 8 + 9 - 1
@@ -165,7 +165,7 @@ def test_a_static_cache_without_room_raises():
 def test_a_static_cache_with_full_windows(device, graphs):
     """Tokens past the smallest layer of a static cache take the model's own forward."""
     model, ids = model_on(device, "Gemma3", native=False), prompt(2, device=device)
-    GraphDecoder(model).install()
+    Decoder(model, by_operators=True).install()
     cache = StaticCache(config=model.config, max_cache_len=64)
     tokens = written(model, ids, 20, cache=cache)
     assert graphs == [8, 9, 10, 11] and cache.get_seq_length() == 27  # a window has 12 tokens
@@ -175,7 +175,7 @@ def test_a_static_cache_with_full_windows(device, graphs):
 @pytest.mark.parametrize("kind", ["ours", "in a graph"])
 def test_a_text_that_is_not_finished_leaves_what_was_read(kind, device, graphs):
     model, ids = model_on(device, native=False), prompt(2, device=device)
-    GraphDecoder(model).install()
+    Decoder(model, by_operators=True).install()
     whole, cache = written(model, ids, 12, cache=cache_for(model, kind)), cache_for(model, kind)
     begun = generate(model, ids, max_new_tokens=12, cache=cache)
     tokens = [next(begun) for _ in range(5)]
@@ -208,7 +208,7 @@ def test_it_stops_at_the_end_of_sequence_unless_told_otherwise(device):
 
 def test_graphs_are_used_again(device, graphs, monkeypatch):
     model, ids = model_on(device, native=False), prompt(2, device=device)
-    GraphDecoder(model).install()
+    Decoder(model, by_operators=True).install()
     made = []
     monkeypatch.setattr(Runner, "__init__", lambda *args, make=Runner.__init__: made.append(1) or make(*args))
     first = written(model, ids, temperature=1.0, seed=3)
@@ -223,7 +223,7 @@ def test_graphs_are_used_again(device, graphs, monkeypatch):
 def test_a_model_that_changes(device):
     model, ids = model_on(device), prompt(2, device=device)
     if device == "cpu":
-        GraphDecoder(model).install()
+        Decoder(model, by_operators=True).install()
     tokens = []
     for i, token in enumerate(generate(model, ids, max_new_tokens=20)):
         tokens.append(token)
@@ -256,7 +256,7 @@ def test_invalid_arguments_raise_at_the_call(change, message):
 def test_nan_raises_and_leaves_what_was_read(at, device, graphs):
     """The cache lacks the token that was yielded last, or all of a prompt without one."""
     model, ids = model_on(device, native=False), prompt(2, device=device)
-    GraphDecoder(model).install()
+    Decoder(model, by_operators=True).install()
     cache, tokens, weight = cache_for(model, "ours"), [], model.model.norm.weight
     with pytest.raises(RuntimeError, match=r"the logits of rows \[.*\] have a NaN"):
         begun = generate(model, ids, max_new_tokens=12, cache=cache)

@@ -115,7 +115,7 @@ def attend_one(
     """
     batch, kv_heads, length, dim = keys.shape
     norm = (eps, offset, round_before_weight)
-    q, k, v = _normed_and_rotated(qkv, q_norm, k_norm, norm, cos, sin, (heads, kv_heads, dim))
+    q, k, v = normed_and_rotated(qkv, q_norm, k_norm, norm, cos, sin, (heads, kv_heads, dim))
 
     is_ring = 0 < window <= length
     at = position.reshape(-1).expand(batch)
@@ -187,7 +187,7 @@ def place_one(
     """
     batch, kv_heads, length, dim = keys.shape
     norm = (eps, offset, round_before_weight)
-    q, k, v = _normed_and_rotated(qkv, q_norm, k_norm, norm, cos, sin, (heads, kv_heads, dim))
+    q, k, v = normed_and_rotated(qkv, q_norm, k_norm, norm, cos, sin, (heads, kv_heads, dim))
     slot = position.reshape(-1).expand(batch) % length
     rows = torch.arange(batch, device=qkv.device)
     for ring, new in ((keys, k), (values, v)):
@@ -200,7 +200,7 @@ def place_one(
     return q.unsqueeze(2)
 
 
-def _normed_and_rotated(
+def normed_and_rotated(
     qkv: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,

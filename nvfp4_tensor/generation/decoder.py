@@ -1,4 +1,4 @@
-"""The forward of a causal language model on CUDA: one graph for one token per text, its own forward otherwise."""
+"""The forward of a causal language model: a native step for one token of each text, its own forward otherwise."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from nvfp4_tensor.generation.fixed_cache import (
     FixedCache,
     append_one,
     batch_of,
-    capacity_of,
     dtype_of,
     has_buffers,
     has_codes,
     length_of,
 )
-from nvfp4_tensor.generation.graph_plan import GraphPlan
+from nvfp4_tensor.generation.plan import Plan
 from nvfp4_tensor.generation.runner import Runner, addresses_of
 
 MAX_BATCH = 256
@@ -39,22 +38,23 @@ _ARGUMENTS = {"attention_mask", "position_ids", *NAMES, "use_cache", "return_dic
 CACHES, KWARGS = "_prepare_cache_for_generation", "_update_model_kwargs_for_generation"
 
 
-class GraphDecoder:
+class Decoder:
     """The forward of a ``...ForCausalLM``.
 
     Args:
         model: a causal language model of transformers.
+        by_operators: see :class:`~nvfp4_tensor.generation.plan.Plan`.
 
     Raises:
-        ValueError: no step of the model can be captured. The message has the reason.
+        ValueError, TypeError: the model has no native step, and none that can be captured. The message has the reason.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self._reset(GraphPlan(model))
+    def __init__(self, model: Any, by_operators: bool = False) -> None:
+        self.model, self.by_operators = model, by_operators
+        self._reset(Plan(model, by_operators))
         self._warn_about_own_forward()
 
-    def _reset(self, plan: GraphPlan | None) -> None:
+    def _reset(self, plan: Plan | None) -> None:
         # generate reads which arguments a model's forward has.
         self.__signature__ = inspect.signature(type(self.model).forward.__get__(self.model))
         self._plan = plan
@@ -64,26 +64,27 @@ class GraphDecoder:
         self._latest: tuple[Any, Runner] | None = None
         self._known: tuple[Tensor, int | None, Padding | None] | None = None
         self._warned: set[str] = set()
-        self._failed: GraphPlan | None = None
+        self._failed: Plan | None = None
+        self.counts = DecodeCounts(0, 0)
         self._changes = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, which makes its own plan."""
-        return {"model": self.model}
+        return {"model": self.model, "by_operators": self.by_operators}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.model = state["model"]
+        self.model, self.by_operators = state["model"], state["by_operators"]
         self._reset(None)
 
     def install(self) -> None:
         """Replace the model's forward and the two methods of ``generate`` that concern it."""
-        caches: Any = GraphCaches(self)
+        caches: Any = Caches(self)
         kwargs: Any = MaskKeeper(self)
         self.model.forward = self
         setattr(self.model, CACHES, caches)
         setattr(self.model, KWARGS, kwargs)
 
-    def plan(self) -> GraphPlan | None:
+    def plan(self) -> Plan | None:
         """Return the plan of the current model, or None, with one warning, if there is none."""
         if self._plan is not None and self._plan.holds():
             if self._changes > RESTLESS:
@@ -93,7 +94,7 @@ class GraphDecoder:
             self._renew()
         return self._usable()
 
-    def _usable(self) -> GraphPlan | None:
+    def _usable(self) -> Plan | None:
         return None if self._plan is self._failed else self._plan
 
     def _renew(self) -> None:
@@ -101,16 +102,20 @@ class GraphDecoder:
         self._changes += self._plan is not None
         if self._changes > RESTLESS:
             self._failed = self._plan
-            self._warn("tokens are decoded by transformers, not by a CUDA graph: the model changes at every token")
+            self._warn_that("the model changes at every token")
             return
         self._plan = None
         self._runners.clear()
         self._latest = self._pool = None
         try:
-            self._plan = GraphPlan(self.model)
+            self._plan = Plan(self.model, self.by_operators)
             self._warn_about_own_forward()
-        except ValueError as error:
-            self._warn(f"tokens are decoded by transformers, not by a CUDA graph: {error}")
+        except (AttributeError, TypeError, ValueError) as error:  # AttributeError: a module of another class
+            self._warn_that(str(error))
+
+    def _warn_that(self, reason: str) -> None:
+        how = "natively" if next(self.model.parameters()).is_cpu and not self.by_operators else "by a CUDA graph"
+        self._warn(f"tokens are decoded by transformers, not {how}: {reason}")
 
     def _warn_about_own_forward(self) -> None:
         if self._plan is not None and self._plan.reason is not None:
@@ -137,25 +142,54 @@ class GraphDecoder:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls_own = torch.compiler.is_compiling() or len(args) > 1
         output = None if calls_own else self._natively(*args, **kwargs)
-        return self.own_forward(*args, **kwargs) if output is None else output
+        if output is not None:
+            self.count()
+            return output
+        if not calls_own:
+            self.counts = self.counts._replace(transformers=self.counts.transformers + 1)
+        return self.own_forward(*args, **kwargs)
+
+    def count(self) -> None:
+        """Count a call that was native."""
+        self.counts = self.counts._replace(native=self.counts.native + 1)
 
     def _natively(self, input_ids: Any = None, **others: Any) -> Any:
-        """Return the output for one token per text, or None, without side effects, for calls that need transformers."""
+        """Return the output for prompts or one token per text, or None, without side effects, for other calls."""
         cache = cache_in(others)
-        if not self._is_one_token(input_ids, cache, others):
+        if not self._is_plain(input_ids, cache, others):
             return None
-        position, position_ids = length_of(cache), others.get("position_ids")
-        mask = others.get("attention_mask")
-        if position >= capacity_of(cache) or not self._is_left_padded(mask, position):
+        position, position_ids, mask = length_of(cache), others.get("position_ids"), others.get("attention_mask")
+        if not self._is_left_padded(mask, position + input_ids.shape[1]):
+            if type(cache) is FixedCache and isinstance(mask, Tensor) and mask.dim() == 2:
+                self._warn_that("padding is not before the texts (set tokenizer.padding_side = 'left')")
             return None
-        if position_ids is not None and tuple(position_ids.shape) not in ((1, 1), tuple(input_ids.shape)):
+        if position_ids is not None and tuple(position_ids.shape) not in ((1, input_ids.shape[1]), (*input_ids.shape,)):
             return None
         padding = None if mask is None else self.padding_of(mask)
+        if input_ids.shape[1] > 1 or not position:
+            logits = self._read(cache, input_ids, position_ids, padding, others.get("logits_to_keep", 0))
+            return None if logits is None else self._output(logits, cache)
+        if not self.takes(cache) or batch_of(cache) != len(input_ids):
+            return None
         runner = self.launch(cache, input_ids, position, position_ids, padding)
         if runner is None:
             return None
         append_one(cache)
         return self._output(runner.logits.clone()[:, None], cache)
+
+    def _read(self, cache: Any, tokens: Tensor, positions: Any, padding: Padding | None, kept: int) -> Tensor | None:
+        """Return the logits (B, kept or T, vocabulary) of prompts, None for another model or cache."""
+        plan = self.plan()
+        if plan is None or plan.requests_more or not plan.reads_prompts or type(cache) is not FixedCache:
+            return None
+        position, batch = length_of(cache), len(tokens)
+        if len(cache.layers) != plan.layers or (position and (not self.takes(cache) or batch_of(cache) != batch)):
+            return None
+        starts = None if padding is None else padding.starts
+        if positions is None:
+            positions = torch.arange(position, position + tokens.shape[1], device=tokens.device)[None]
+            positions = positions if starts is None else (positions - starts[:, None]).clamp(min=0)
+        return plan.read(tokens, positions, starts, cache, min(kept or tokens.shape[1], tokens.shape[1]))
 
     def launch(
         self,
@@ -193,9 +227,17 @@ class GraphDecoder:
         plan = self._usable()
         if plan is None or len(cache.layers) != plan.layers:
             return None
+        if not plan.has_room(cache, position):
+            return None
         if plan.description is None and (padded or type(cache) is not FixedCache):
             return None
-        if has_codes(cache) and not (plan.reads_codes and _is_before_ring(padding, cache, position)):
+        if has_codes(cache) and not plan.reads_codes:
+            return None
+        if has_codes(cache) and padding is not None and padding.most > position - cache.layers[0].recent:
+            # Attention does not know the order of the latest tokens, among which that padding is.
+            self._warn_that(
+                f"a padded text has fewer tokens than the {cache.layers[0].recent} that a cache keeps dense"
+            )
             return None
         now = (weakref.ref(cache), cache.moves, chooser, padded, plan) if type(cache) is FixedCache else None
         if now is not None and self._latest is not None and self._latest[0] == now:
@@ -221,11 +263,11 @@ class GraphDecoder:
             if plan.device.type != "cuda":
                 raise
             self._failed, self._pool = plan, None
-            self._warn(f"tokens are decoded by transformers, not by a CUDA graph, which cannot be captured: {error}")
+            self._warn_that(f"it cannot be captured: {error}")
             return None
         return self._runners[key]
 
-    def _graph_pool(self, plan: GraphPlan) -> Any:
+    def _graph_pool(self, plan: Plan) -> Any:
         """Return the memory pool that all graphs share: they do not run at the same time."""
         if self._pool is None and plan.device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
@@ -248,17 +290,16 @@ class GraphDecoder:
         plan, device = self._plan, cache.layers[0].device
         return plan is None or (plan.device, plan.dtype) == (device, dtype_of(cache))
 
-    def _is_one_token(self, input_ids: Any, cache: Any, others: dict[str, Any]) -> bool:
-        """Return whether the call decodes one token of each text on the model's device, and requests only logits."""
+    def _is_plain(self, input_ids: Any, cache: Any, others: dict[str, Any]) -> bool:
+        """Return whether the call is about tokens on the model's device, and requests only logits."""
         return (
             isinstance(input_ids, Tensor)
             and input_ids.dim() == 2
-            and input_ids.shape[1] == 1
+            and input_ids.shape[1] > 0
             and 1 <= input_ids.shape[0] <= MAX_BATCH
             and input_ids.dtype == torch.int64
-            and self.takes(cache)
-            and cache.layers[0].device == input_ids.device
-            and batch_of(cache) == input_ids.shape[0]
+            and cache is not None
+            and input_ids.device == next(self.model.parameters()).device
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(input_ids.device.type)
             and not any(is_given(value) for name, value in others.items() if name not in _ARGUMENTS)
@@ -267,11 +308,11 @@ class GraphDecoder:
             and others.get("return_dict") is not False
         )
 
-    def _is_left_padded(self, mask: Any, position: int) -> bool:
+    def _is_left_padded(self, mask: Any, length: int) -> bool:
         """Return whether each text sees all tokens from its first one on: a prompt has padding only before it."""
         if mask is None:
             return True
-        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != position + 1:
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != length:
             return False
         if not self.knows(mask):
             is_left, padding = padding_of(mask)
@@ -306,6 +347,13 @@ def is_given(value: Any) -> bool:
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
+class DecodeCounts(NamedTuple):
+    """How many calls of a model, for a prompt or a token of each text, were computed natively and by transformers."""
+
+    native: int
+    transformers: int
+
+
 class Padding(NamedTuple):
     """Padding before texts."""
 
@@ -324,19 +372,14 @@ def padding_of(mask: Tensor) -> tuple[bool, Padding | None]:
     return bool(only_left) and most < mask.shape[1], Padding(starts, most) if most else None
 
 
-def _is_before_ring(padding: Padding | None, cache: Any, position: int) -> bool:
-    """Return whether a cache of codes has no padding among its latest tokens, whose order attention does not know."""
-    return padding is None or padding.most <= position - cache.layers[0].recent
-
-
 def _version(mask: Tensor) -> int | None:
     return None if mask.is_inference() else mask._version
 
 
-class GraphCaches:
-    """Replaces the method of ``generate`` that creates the cache: a graph needs one with fixed buffers."""
+class Caches:
+    """Replaces the method of ``generate`` that creates the cache: a step needs one with fixed buffers."""
 
-    def __init__(self, decoder: GraphDecoder) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
 
     def __call__(self, config: Any, arguments: dict[str, Any], mode: Any, batch_size: int, length: int) -> Any:
@@ -362,13 +405,13 @@ class GraphCaches:
 class MaskKeeper:
     """Replaces the method of ``generate`` that makes the next mask, whose padding is that of the last one."""
 
-    def __init__(self, decoder: GraphDecoder) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
 
     def __call__(self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         decoder, model, mask = self.decoder, self.decoder.model, model_kwargs.get("attention_mask")
         is_known = decoder.knows(mask)
-        padding = decoder.padding_of(mask) if is_known else None
+        padding = decoder.padding_of(mask) if is_known and mask is not None else None
         updated = type(model)._update_model_kwargs_for_generation(model, outputs, model_kwargs, *args, **kwargs)
         if is_known:
             decoder.know(updated["attention_mask"], padding)
