@@ -30,7 +30,7 @@ REFUSED = {
        for use in ("checkpoints", "save_pretrained")},
     **{("lora", use): (ValueError, "merge_lora") for use in ("checkpoints", "save_pretrained")},
     ("nvfp4 optimizer", "fsdp2"): (ValueError, "would change the scale of all shards"),
-    ("fsdp2", "decode_natively"): (ValueError, "FSDPLlamaDecoderLayer"),
+    ("fsdp2", "decode_natively"): (TypeError, "FSDPLlamaForCausalLM"),
     ("fsdp2", "deepcopy"): (AssertionError, "FSDP does not support deepcopy"),  # torch's own, as the next two
     ("fsdp2", "pickle"): (Exception, "Can't pickle <class 'torch.distributed.fsdp"),
     ("fsdp2", "export"): (RuntimeError, "DTensor|symbolic"),

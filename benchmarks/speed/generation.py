@@ -4,7 +4,7 @@
     python -m benchmarks.speed.generation --budget 180                # as much as fits; again: the rest
     python -m benchmarks.speed.generation --prompt 32768 --batch 1 --ways stream codes    # a long context
     python -m benchmarks.speed.generation --quick                     # SmolLM2's shape, a few tokens
-    python -m benchmarks.speed.generation --ways static --batch 1     # these rows alone
+    python -m benchmarks.speed.generation --layers 16 --prompt 128 --batch 32 128 --ways stream padded    # batches
 
 Weights are random, so that nothing is downloaded. The ways:
 
@@ -12,7 +12,8 @@ Weights are random, so that nothing is downloaded. The ways:
     static   model.generate with a static cache, whose forward transformers compiles on a GPU
     native   decode_natively(model), then model.generate
     stream   decode_natively(model), then nvfp4_tensor.generation.generate(model, ids), a generator of tokens
-    codes    the same with cache=nvfp4_cache(model.config, max_tokens=...), keys and values in NVFP4
+    padded   the same for prompts of different lengths, 16 tokens and more, with padding before them
+    codes    the same as stream with cache=nvfp4_cache(model.config, max_tokens=...), keys and values in NVFP4
     graph    not transformers: benchmarks/llama.py, compiled, one CUDA graph per token (the prompt eager); the baseline
              in bfloat16, and how other libraries' weights run (torchao int4, humming)
 
@@ -60,8 +61,8 @@ from nvfp4_tensor.generation import decode_natively, generate, nvfp4_cache
 from nvfp4_tensor.sizes import stored_bytes
 
 BASELINE = "bf16"
-WAYS = ("eager", "static", "native", "stream", "codes", "graph")
-COST = {"native": 0, "stream": 0, "codes": 0, "eager": 0, "graph": 1, "static": 2}
+WAYS = ("eager", "static", "native", "stream", "padded", "codes", "graph")
+COST = {"native": 0, "stream": 0, "padded": 0, "codes": 0, "eager": 0, "graph": 1, "static": 2}
 """Of setting a way up: the first ones capture, ``graph`` compiles a block, ``static`` the whole model's forward."""
 LONG = 8192
 """Tokens read from which on results have a file of their own."""
@@ -110,9 +111,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-# --- the ways --------------------------------------------------------------------------------------------------------
-
-
 class Clock:
     """A stopping criterion that never stops and notes when the first token was there."""
 
@@ -145,7 +143,13 @@ def by_transformers(model: Any, prompt: Tensor, **settings: Any) -> Run:
     return run
 
 
-def by_stream(model: Any, prompt: Tensor, cache: Any = None) -> Run:
+def padding(prompt: Tensor) -> Tensor:
+    """Return a mask of texts that begin up to 16 tokens before the end, int64 (batch, length)."""
+    starts = torch.arange(len(prompt), device=prompt.device) * 37 % max(prompt.shape[1] - 16, 1)
+    return (torch.arange(prompt.shape[1], device=prompt.device) >= starts[:, None]).long()
+
+
+def by_stream(model: Any, prompt: Tensor, cache: Any = None, mask: Tensor | None = None) -> Run:
     """Return our generator of tokens, timed where its tokens arrive. The cache, if any, is emptied before each text."""
 
     def run(count: int) -> Taken:
@@ -153,7 +157,7 @@ def by_stream(model: Any, prompt: Tensor, cache: Any = None) -> Run:
             cache.reset()
         synchronize()
         marks, tokens = [time.perf_counter()], []
-        for token in generate(model, prompt, max_new_tokens=count, cache=cache, stop_tokens=()):
+        for token in generate(model, prompt, max_new_tokens=count, attention_mask=mask, cache=cache, stop_tokens=()):
             marks.append(time.perf_counter())
             tokens.append(token)
         assert len(tokens) == count
@@ -186,9 +190,6 @@ def in_a_graph(model: Llama, prompt: Tensor, count: int) -> Run:
         return Taken(end - start, end - first, generator.tokens[:, prompt.shape[1] :].clone())
 
     return run
-
-
-# --- contenders ------------------------------------------------------------------------------------------------------
 
 
 class Models:
@@ -248,6 +249,7 @@ class Models:
             "static": lambda: by_transformers(self.stock(weights), prompt, cache_implementation="static"),
             "native": lambda: by_transformers(self.native(weights, way), prompt),
             "stream": lambda: by_stream(self.native(weights, way), prompt),
+            "padded": lambda: by_stream(self.native(weights, way), prompt, mask=padding(prompt)),
             "codes": lambda: by_stream(
                 self.native(weights, way), prompt,
                 nvfp4_cache(self.stock(weights).config, max_tokens=prompt_length + count),
@@ -267,9 +269,6 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
         for each in [*arguments.weights, *(arguments.peers if way == "graph" else [])]
     ]
     return sorted(found, key=lambda each: (each.weights in peers.MODELS, COST[each.way]))
-
-
-# --- measuring -------------------------------------------------------------------------------------------------------
 
 
 def measure(ready: Ready, rounds: int, limit: float) -> list[Taken]:
@@ -386,6 +385,7 @@ def main() -> None:
                 "tokens": arguments.tokens}  # fmt: skip
     title = f"{arguments.model}, {shape.layers} layers, {arguments.prompt} tokens read, {arguments.tokens} written"
     name = f"generation_{arguments.model}" + (f"_{arguments.prompt}" if arguments.prompt >= LONG else "")
+    name += f"_{shape.layers}_layers" if arguments.layers else ""
     path = harness.result_path(device, name, arguments.out)
     results, models = Results(path, device, title, settings), Models(shape, device, arguments.eager)
     wanted = [each for each in contenders(arguments) if arguments.again or not results.has(each)]

@@ -182,8 +182,11 @@ class Decoder:
         plan = self.plan()
         if plan is None or plan.requests_more or not plan.reads_prompts or type(cache) is not FixedCache:
             return None
-        position, batch = length_of(cache), len(tokens)
-        if len(cache.layers) != plan.layers or (position and (not self.takes(cache) or batch_of(cache) != batch)):
+        position = length_of(cache)
+        has_begun = cache.layers[0].is_initialized
+        if len(cache.layers) != plan.layers or (
+            has_begun and not (self.takes(cache) and batch_of(cache) == len(tokens))
+        ):
             return None
         starts = None if padding is None else padding.starts
         if positions is None:

@@ -55,13 +55,14 @@ class Plan:
         self._layers: CpuLayers | None = None
         self._tables: dict[int, _Table] = {}
         modules = {name or type(model).__name__: each for name, each in model.named_modules(remove_duplicate=False)}
-        check_modules(modules, (model,), patched=True)
         self.device = _single_device(model)
         if self.device.type == "cpu" and not by_operators:
             _check_family(model)
             self.description = _describe(model, modules)
             self._layers = CpuLayers(self.description)
-        elif family_of(model) is not None:
+        else:
+            check_modules(modules, (model,), patched=True)
+        if self._layers is None and family_of(model) is not None:
             try:
                 self.description = _describe(model, modules)
             except (ValueError, AttributeError) as error:  # AttributeError: a module of another class

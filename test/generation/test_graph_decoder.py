@@ -194,6 +194,7 @@ def test_buffers_and_graphs_are_used_again(natively):
     assert torch.equal(kept.layers[0].keys, before) and len(decoder._runners) == 2
 
 
+@pytest.mark.smoke
 def test_a_text_goes_on(natively, steps):
     """A second prompt into the same cache, and more tokens than the cache had room for."""
     model = natively(tiny_model("Mistral"))
