@@ -111,7 +111,9 @@ class Share:
 
     def apply_chunks(self, model):
         """Chunks of the sequence over two ranks, and with four ranks the batch over two."""
-        mesh = init_device_mesh(here().type, (self.world // 2, 2), mesh_dim_names=("dp", "cp"))
+        # Of two ranks without a group of its own: torch 2.11's split_group dies in a process that had other groups.
+        sizes, names = ((2,), ("cp",)) if self.world == 2 else ((self.world // 2, 2), ("dp", "cp"))
+        mesh = init_device_mesh(here().type, sizes, mesh_dim_names=names)
         tokens, chunks = head_and_tail(self.sizes["tokens"], mesh["cp"].get_local_rank(), 2)
         self.own["tokens"] = tokens.to(here())
         distributed.set_token_sharding(model, mesh["cp"], dim=1, chunks=chunks)

@@ -276,7 +276,7 @@ def test_a_forward_that_waits_for_the_device_is_not_captured(monkeypatch):
 
     monkeypatch.setattr(type(model), "forward", waiting)
     decode_natively(model)
-    with pytest.warns(UserWarning, match="which cannot be captured"):
+    with pytest.warns(UserWarning, match="it cannot be captured"):
         written(model, prompt(model))
     assert_writes_its_own(model, prompt(model))
     # Other models can still be captured.

@@ -5,13 +5,13 @@ import itertools
 
 import pytest
 import torch
+from helpers.instruction_sets import each_instruction_set
 
 from nvfp4_tensor import NVFP4Tensor, quantize_experts
 from nvfp4_tensor.ops import native
 from nvfp4_tensor.ops.composite.decode_step import KINDS, PARTS, NormStyle, Routing
 from nvfp4_tensor.ops.composite.step import Activation
 from nvfp4_tensor.ops.schemas import plain
-from test.helpers.instruction_sets import each_instruction_set
 
 LENGTH = 48
 NUMBERS = {"eps": 1e-5, "scaling": None, "softcap": 0.0, "residual": 1.0, "alpha": 1.702, "limit": 2.0}
@@ -295,9 +295,9 @@ def test_on_a_gpu(family):
     y, *caches = step.run(plain.decode_step, 20)
 
     def run(x, weights, kinds, numbers, *others):
-        *lists, position = others
+        *lists, position, starts = others
         weights, keys, values, cos, sin = ([t.cuda() for t in each] for each in (weights, *lists))
-        z = torch.ops.nvfp4.decode_step(x.cuda(), weights, kinds, numbers, keys, values, cos, sin, position)
+        z = torch.ops.nvfp4.decode_step(x.cuda(), weights, kinds, numbers, keys, values, cos, sin, position, starts)
         for mine, theirs in zip([*keys, *values], [*lists[0], *lists[1]], strict=True):
             theirs.copy_(mine)
         return z.cpu()
