@@ -168,14 +168,15 @@ def check_scales(parts: LinearParts) -> LinearParts:
             or an input scale is infinite or not above zero.
     """
     factor, static = parts.per_tensor_scale, parts.input_scale
-    if (wrong := ~(factor.isfinite() & (factor >= 0))).any():
+    is_plain = factor.numel() == 1 and 0.0 < factor.item() < math.inf  # nearly all are: without operators
+    if not is_plain and (wrong := ~(factor.isfinite() & (factor >= 0))).any():
         raise ValueError(f"expected a per-tensor scale that is finite and not negative, found {factor[wrong][0]}")
     if static is not None and not ((static * LARGEST).isfinite() & (static > 0)):
         raise ValueError(f"expected an input scale that is finite and above zero, found {static}")
     if parts.scale.is_meta:
         return parts
     rows = factor.view(parts.qdata.shape[:-1]) if factor.dim() == 1 else factor
-    if not factor.all() and ((rows == 0) & (parts.qdata & 0x77).any(-1)).any():
+    if not is_plain and not factor.all() and ((rows == 0) & (parts.qdata & 0x77).any(-1)).any():
         raise ValueError("expected a per-tensor scale above zero, found 0 for codes that are not all zero")
     data = parts.scale.view(torch.uint8)
     if data.numel() and data.max() > layout.E4M3_NAN and (negative := (data > layout.E4M3_NAN) & (data != 0xFF)).any():
