@@ -237,7 +237,7 @@ class Decoder:
         if has_codes(cache) and not plan.reads_codes:
             return None
         if has_codes(cache) and padding is not None and padding.most > position - cache.layers[0].recent:
-            # Attention does not know the order of the latest tokens, among which that padding is.
+            # The latest tokens are in a ring, where attention has no start.
             self._warn_that(
                 f"a padded text has fewer tokens than the {cache.layers[0].recent} that a cache keeps dense"
             )

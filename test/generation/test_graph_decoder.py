@@ -5,6 +5,7 @@ On a CPU the same decoder runs the operators one by one; a graph is captured on 
 
 import copy
 import functools
+import random
 
 import pytest
 import torch
@@ -118,6 +119,34 @@ def test_prompts_take_the_operators_of_a_step(family, natively, monkeypatch):
                 error = relative_error(got, expected)
                 assert error.median() < 0.02 and (family == "Mixtral" or error.max() < 0.06), (row, error)
     assert len(calls) == 8
+
+
+@pytest.mark.parametrize("way", ["step", "graph", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Qwen3"])
+def test_random_batches(family, natively):
+    """Texts that start anywhere, in prompts and tokens, cropped at times: logits are those of each text by itself."""
+    model = natively(tiny_model(family))
+    for seed in range(8):
+        rng = random.Random(seed)
+        batch, length = rng.randint(1, 6), rng.randint(3, 40)
+        ids = prompt(model, batch, length)
+        starts = [rng.choice([0, rng.randint(0, length - 2)]) for _ in range(batch)]
+        mask = (torch.arange(length) >= torch.tensor(starts)[:, None]).long().to(model.device)
+        cache, at, logits = FixedCache(4, rng.choice([1, 10, 300])), 0, None
+        with torch.no_grad():
+            while at < length:
+                last = min(at + rng.choice([1, 1, 1, 2, 5]), length) if at else rng.randint(max(starts) + 1, length)
+                positions = (mask[:, :last].cumsum(-1) - 1).clamp(min=0)[:, at:]
+                how = {CACHE: cache, "attention_mask": mask[:, :last], "position_ids": positions}
+                part = model(ids[:, at:last], **how).logits
+                logits = torch.cat((logits[:, :at], part), 1) if at else part
+                at = last
+                if rng.random() < 0.1 and max(starts) + 3 < at < length:
+                    cache.crop(-2)
+                    at -= 2
+        for row, start in enumerate(starts):
+            error = relative_error(logits[row, start:], own_logits(model, ids[row : row + 1, start:])[0])
+            assert error.median() < 0.03 and error.max() < 0.15, (seed, row, error)
 
 
 @pytest.mark.parametrize("family", ["Llama"])
