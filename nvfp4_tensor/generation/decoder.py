@@ -230,8 +230,6 @@ class Decoder:
         plan = self._usable()
         if plan is None or len(cache.layers) != plan.layers:
             return None
-        if not plan.has_room(cache, position):
-            return None
         if plan.description is None and (padded or type(cache) is not FixedCache):
             return None
         if has_codes(cache) and not plan.reads_codes:
@@ -241,6 +239,8 @@ class Decoder:
             self._warn_that(
                 f"a padded text has fewer tokens than the {cache.layers[0].recent} that a cache keeps dense"
             )
+            return None
+        if not plan.has_room(cache, position):
             return None
         now = (weakref.ref(cache), cache.moves, chooser, padded, plan) if type(cache) is FixedCache else None
         if now is not None and self._latest is not None and self._latest[0] == now:

@@ -97,4 +97,4 @@ def make_room(cache: FixedCache, model: Model, batch: int, length: int) -> None:
             attention, like = block.attention, model.embedding
             new = like.new_empty(1).expand(batch, attention.kv_heads, length, attention.head_dim)
             layer.lazy_initialization(new, new)
-    cache.reserve(length)
+        layer.reserve(length)  # their capacities may differ

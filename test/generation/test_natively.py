@@ -99,6 +99,7 @@ def test_what_it_leaves_to_transformers(way, natively, steps, monkeypatch):
         {"output_hidden_states": True}, {"output_attentions": True}, {"cache_implementation": "dynamic"},
         {"use_cache": False}, {CACHE: lambda: transformers.DynamicCache(config=model.config)},
         {CACHE: lambda: nvfp4_cache(model.config)},
+        *([{CACHE: lambda: nvfp4_cache(model.config, max_tokens=64, recent=3)}] if way == "step" else []),
     ):  # fmt: skip
         is_one = arguments.keys() & {"prompt_lookup_num_tokens", "assistant_model"}
         got = []
