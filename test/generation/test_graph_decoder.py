@@ -97,6 +97,7 @@ def test_prompts_of_different_lengths(family, cache, natively, steps):
 def test_prompts_take_the_operators_of_a_step(family, natively, monkeypatch):
     """Two prompts into one cache, of texts that start apart, longer than windows: all logits, and the last ones."""
     model, read, calls = natively(tiny_model(family)), Plan.read, []
+    monkeypatch.setattr("nvfp4_tensor.generation.fixed_cache.GROWTH", 8)
     monkeypatch.setattr(Plan, "read", lambda *args: calls.append(args[1].shape) or read(*args))
     ids, starts = prompt(model, 3, 2 * WINDOW + 7), [0, 3, 11]
     mask = (torch.arange(ids.shape[1]) >= torch.tensor(starts)[:, None]).long().to(model.device)
