@@ -24,9 +24,10 @@ from nvfp4_tensor.generation.fixed_cache import (
 )
 from nvfp4_tensor.generation.fused_layers import FusedLayers
 from nvfp4_tensor.generation.model_state import ModelState, check_known, check_modules, unsupported_reason
-from nvfp4_tensor.generation.prompt import fits, make_room, read
+from nvfp4_tensor.generation.prompt import ShortPrompts, fits, make_room, read
 from nvfp4_tensor.generation.ring import Place
 from nvfp4_tensor.generation.token_step import Rotation, TokenStep
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _REQUESTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -71,6 +72,7 @@ class Plan:
             _check_own_forward(model, modules)
         else:
             self._step = TokenStep(self.description)
+            self._short = ShortPrompts(self._step, self._rotations_of) if self._rows_are_independent() else None
         self.dtype: torch.dtype = model.dtype
         self.requests_more = model.config.return_dict is False or any(
             getattr(model.config, name, False) for name in _REQUESTS
@@ -112,10 +114,20 @@ class Plan:
             starts: (B,), the first position that each text sees; None: 0.
         """
         assert self.description is not None
-        like = self.description.norm.weight
         make_room(cache, self.description, len(tokens), cache.layers[0].length + tokens.shape[1])
-        rotations = [each.cos_sin(like, positions) for each in self.description.rotaries]
-        return read(self._step, tokens, cache, rotations, starts, kept)
+        if not cache.layers[0].length and self._short is not None and self._short.take(*tokens.shape):
+            return self._short.read(tokens, positions, starts, cache, kept)
+        return read(self._step, tokens, cache, self._rotations_of(positions), starts, kept)
+
+    def _rotations_of(self, positions: Tensor) -> list[Rotation]:
+        """Return cos and sin (1 or B, T, rotary) of positions (1 or B, T) for each of the rotary embeddings."""
+        assert self.description is not None
+        return [each.cos_sin(self.description.norm.weight, positions) for each in self.description.rotaries]
+
+    def _rows_are_independent(self) -> bool:
+        """Return whether no operator computes a value from several tokens, attention apart."""
+        weights = (each for each in self.model.parameters() if isinstance(each, NVFP4Tensor))
+        return not self.changing_rotaries and all(each.activation_spec is None for each in weights)
 
     @property
     def reads_prompts(self) -> bool:

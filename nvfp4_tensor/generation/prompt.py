@@ -1,16 +1,32 @@
-"""Prompts through a described model: the operators of a token's step for many rows, and torch's attention."""
+"""Prompts through a described model: the operators of a token's step for many rows, and torch's attention.
+
+The host launches the operators of a short prompt more slowly than a GPU runs them, so :class:`ShortPrompts` replays
+them as a graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nvfp4_tensor.generation.architectures import Attention, Model
+from nvfp4_tensor.generation.capture import captured
 from nvfp4_tensor.generation.fixed_cache import FixedCache, buffers_of
 from nvfp4_tensor.generation.token_step import Rotation, Sum, TokenStep
 from nvfp4_tensor.ops.composite.step import normed_and_rotated
+
+SHORT = 512
+"""Tokens of all texts up to which prompts are short: a GPU computes more of them no faster than a host launches."""
+LEAST = 16
+"""Short prompts are computed for at least so many tokens of each text."""
+KINDS = 16
+"""The largest number of graphs of prompts. The oldest gives way."""
 
 
 def fits(model: Model) -> bool:
@@ -21,9 +37,15 @@ def fits(model: Model) -> bool:
 class Prompt:
     """What the tokens of prompts (B, T) have in common in all layers."""
 
-    def __init__(self, cache: FixedCache, rotations: Sequence[Rotation], starts: Tensor | None, count: int) -> None:
-        self.first, self.count, self.starts = cache.layers[0].length, count, starts
-        self.keys, self.values = buffers_of(cache)
+    def __init__(
+        self,
+        buffers: tuple[Sequence[Tensor], Sequence[Tensor]],
+        first: int,
+        count: int,
+        rotations: Sequence[Rotation],
+        starts: Tensor | None,
+    ) -> None:
+        (self.keys, self.values), self.first, self.count, self.starts = buffers, first, count, starts
         self.batch = self.keys[0].shape[0]
         self.rotations = [tuple(t.expand(self.batch, -1, -1).flatten(0, 1) for t in pair) for pair in rotations]
         self._masks: dict[int, Tensor | None] = {}
@@ -79,15 +101,121 @@ def read(
         rotations: cos and sin (1 or B, T, rotary) for each of the model's rotary embeddings.
         starts: int64 (B,), the first position that each text sees; None: 0.
     """
-    batch, count = tokens.shape
-    prompt = Prompt(cache, rotations, starts, count)
-    total = step.blocks_of(step.embedded(tokens.flatten()), prompt.attend)
-    x, residual = (None if t is None else t.view(batch, count, -1)[:, -kept:].flatten(0, 1) for t in total[:2])
-    assert x is not None
-    logits = step.logits(Sum(x, residual, total.first, total.multiplier))
+    count = tokens.shape[1]
+    prompt = Prompt(buffers_of(cache), cache.layers[0].length, count, rotations, starts)
+    logits = _run(step, tokens, prompt, lambda x: x[:, -kept:])
     for layer in cache.layers:
         layer.append(count)
-    return logits.view(batch, kept, -1)
+    return logits
+
+
+def _run(step: TokenStep, tokens: Tensor, prompt: Prompt, kept: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the logits (B, kept, vocabulary) of prompts (B, T); kept: the last states of (B, T, D) to go on with."""
+    batch, count = tokens.shape
+    total = step.blocks_of(step.embedded(tokens.flatten()), prompt.attend)
+    x, residual = (None if t is None else kept(t.view(batch, count, -1)).flatten(0, 1) for t in total[:2])
+    assert x is not None
+    logits = step.logits(Sum(x, residual, total.first, total.multiplier))
+    return logits.view(batch, -1, logits.shape[-1])
+
+
+class ShortPrompts:
+    """Short prompts into empty caches. They are padded on the right to a few lengths, whose graphs are replayed.
+
+    Nothing sees that padding: attention is causal, and no other operator knows of other rows.
+
+    Args:
+        rotations: from positions (B, T) to cos and sin (B, T, rotary) for each of the model's rotary embeddings.
+    """
+
+    def __init__(self, step: TokenStep, rotations: Callable[[Tensor], list[Rotation]]) -> None:
+        self.step, self.rotations = step, rotations
+        self._pool: Any = None
+        self._memory: list[list[Tensor]] | None = None  # keys and values of each layer, which all kinds share
+        self._kinds: dict[tuple[int, int, bool], _Static] = {}
+
+    @staticmethod
+    def take(batch: int, count: int) -> bool:
+        """Return whether prompts (batch, count) are short."""
+        return batch * _padded(count) <= SHORT
+
+    def read(self, tokens: Tensor, positions: Tensor, starts: Tensor | None, cache: FixedCache, kept: int) -> Tensor:
+        """Append prompts (B, T) to an empty cache with room for them, and return logits as :func:`read` does.
+
+        Args:
+            positions: (1 or B, T), for the rotary embeddings.
+            starts: int64 (B,), the first position that each text sees; None: 0.
+        """
+        batch, count = tokens.shape
+        key = batch, _padded(count), starts is not None
+        static = self._kinds.get(key)
+        is_first = static is None
+        with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
+            if static is None:
+                static = self._new(*key, cache)
+        static.tokens[:, :count].copy_(tokens)
+        static.positions[:, :count].copy_(positions)
+        static.last.fill_(count - 1)
+        if starts is not None and static.starts is not None:
+            static.starts.copy_(starts)
+        if is_first or tokens.is_cpu or kept > 1:  # the first one of a length may be the last one
+            logits = self._run(static, lambda x: x[:, count - kept : count])
+        else:
+            if static.replay is None:
+                run = functools.partial(self._run, static, lambda x: x.index_select(1, static.last))
+                static.replay = self._captured(run, tokens.device)
+            logits = static.replay().clone()
+        news = [each[:, :, :count] for pair in static.buffers for each in pair]
+        torch._foreach_copy_([each[:, :, :count] for pair in buffers_of(cache) for each in pair], news)
+        for layer in cache.layers:
+            layer.append(count)
+        return logits
+
+    def _run(self, static: _Static, kept: Callable[[Tensor], Tensor]) -> Tensor:
+        prompt = Prompt(static.buffers, 0, static.tokens.shape[1], self.rotations(static.positions), static.starts)
+        return _run(self.step, static.tokens, prompt, kept)
+
+    def _captured(self, run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            return captured(run, device, self._pool)
+        except Exception as error:  # of any kind: a model's router is its own code
+            warnings.warn(f"prompts are not captured by CUDA graphs, which are faster: {error}", stacklevel=2)
+            return run
+
+    def _new(self, batch: int, count: int, padded: bool, cache: FixedCache) -> _Static:
+        while len(self._kinds) >= KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        pairs = buffers_of(cache)
+        if self._memory is None:
+            self._memory = [[t.new_zeros(SHORT * t.shape[1] * t.shape[3]) for t in each] for each in pairs]
+        static = self._kinds[batch, count, padded] = _Static(batch, count, padded, pairs, self._memory)
+        return static
+
+
+class _Static:
+    """Inputs at fixed addresses of prompts (batch, count), and their keys and values, parts of ``memory``."""
+
+    def __init__(self, batch: int, count: int, padded: bool, like: Any, memory: list[list[Tensor]]) -> None:
+        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=like[0][0].device)
+        self.tokens, self.positions, self.last = zeros((batch, count)), zeros((batch, count)), zeros(1)
+        self.starts = zeros(batch) if padded else None
+        keys, values = (
+            [_part(m, (batch, t.shape[1], count, t.shape[3])) for m, t in zip(*each, strict=True)]
+            for each in zip(memory, like, strict=True)
+        )
+        self.buffers = keys, values
+        self.replay: Callable[[], Tensor] | None = None
+
+
+def _part(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return memory[: math.prod(shape)].view(shape)
+
+
+def _padded(count: int) -> int:
+    """Return the least of LEAST, 3/2 LEAST, 2 LEAST, 3 LEAST, ... that is not below ``count``."""
+    power = max(LEAST, 1 << (count - 1).bit_length())
+    return 3 * power // 4 if count <= 3 * power // 4 and power > LEAST else power
 
 
 def make_room(cache: FixedCache, model: Model, batch: int, length: int) -> None:

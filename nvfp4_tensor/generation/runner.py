@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.generation.capture import captured
 from nvfp4_tensor.generation.choice import Chooser
 from nvfp4_tensor.generation.fixed_cache import (
     batch_of,
@@ -67,7 +68,8 @@ class Runner:
             self._step = plan.bind(cache, padded)
             self._replay: Callable[[], object] = self._run
             if plan.device.type == "cuda":
-                self._replay, self._graph = self._capture(cache, pool)
+                warm_up = functools.partial(self._warm_up, length_of(cache))
+                self._replay = captured(self._run, plan.device, pool, warm_up)
                 self._step.release()
 
     def _run(self) -> None:
@@ -91,18 +93,6 @@ class Runner:
             self._run()
         if self.chooser is not None and index is not None:
             self.chooser.index.copy_(index)
-
-    def _capture(self, cache: Any, pool: Any) -> tuple[Callable[[], object], torch.cuda.CUDAGraph]:
-        with torch.cuda.device(self.plan.device):
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._warm_up(length_of(cache))
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use CUDA
-                self._run()
-        return functools.partial(_replay_on, graph, self.plan.device), graph
 
     @property
     def tokens(self) -> Tensor:
@@ -146,14 +136,6 @@ class Runner:
         self._known, self._known_rotary = None, None  # unknown should the replay raise
         self._replay()
         self._known, self._known_rotary = position + 1, None if position_ids is not None else position + 1
-
-
-def _replay_on(graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
-    if torch.cuda.current_device() == device.index:
-        graph.replay()
-    else:
-        with torch.cuda.device(device):
-            graph.replay()
 
 
 def addresses_of(cache: Any) -> tuple[int, ...]:

@@ -18,7 +18,9 @@ from transformers import DynamicCache
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.generation import decode_counts, decode_natively, nvfp4_cache
+from nvfp4_tensor.generation import prompt as prompts
 from nvfp4_tensor.generation.cache_argument import CACHE
+from nvfp4_tensor.generation.capture import captured
 from nvfp4_tensor.generation.fixed_cache import FixedCache
 from nvfp4_tensor.generation.plan import Plan
 from nvfp4_tensor.generation.runner import Runner
@@ -121,6 +123,31 @@ def test_prompts_take_the_operators_of_a_step(family, natively, monkeypatch):
                 error = relative_error(got, expected)
                 assert error.median() < 0.02 and (family == "Mixtral" or error.max() < 0.06), (row, error)
     assert len(calls) == 8
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mixtral"])
+def test_short_prompts_are_replayed(family, natively, monkeypatch):
+    """Prompts of a length that came before have its graph, with the bits that they had before. Weights may change."""
+    model, captures, found = natively(tiny_model(family)), [], {}
+    if model.device.type == "cuda":
+        monkeypatch.setattr(prompts, "captured", lambda *args: captures.append(1) or captured(*args))
+    for scale in (1, 1, 1 if family == "Gemma3" else 0.5, 1):  # whose norm adds one to its weight
+        for batch, length, start in ((1, 5, 0), (1, 16, 0), (2, 17, 0), (2, 24, 3), (3, 90, 80), (1, 7, 2)):
+            ids = prompt(model, batch, length)
+            mask = torch.ones_like(ids)
+            mask[0, :start] = 0
+            cache = FixedCache(4, 16)
+            with torch.no_grad():
+                model.model.norm.weight.mul_(scale)
+                kept = {"logits_to_keep": 1, "attention_mask": mask, CACHE: cache}
+                kept["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+                logits = model(ids, **kept).logits.float()
+                model.model.norm.weight.div_(scale)
+            state = torch.stack([torch.stack(each.buffers)[:, :, :, :length].clone() for each in cache.layers])
+            before, states = found.setdefault((batch, length), (logits, state))
+            assert torch.equal(logits, before * scale) and torch.equal(state, states), (batch, length, scale)
+            assert cache.get_seq_length() == length
+    assert len(captures) == (5 if model.device.type == "cuda" else 0)
 
 
 @pytest.mark.parametrize("way", ["step", "graph", pytest.param("cuda", marks=pytest.mark.gpu)])
