@@ -250,12 +250,10 @@ class MasterShard(Tensor):
         key = (*self._state(), spec, dtype)
         cached, self._codes = self._codes, None
         if cached is None or cached[0] != key:
-            codes = self._quantize(spec, dtype, mesh, module)
+            with fsdp_transport.own_memory(self.device):
+                codes = self._quantize(spec, dtype, mesh, module)
             self._codes = key, codes
             return codes
-        for t in (cached[1].qdata, cached[1].scale, cached[1].per_tensor_scale):
-            if t.is_cuda:  # another stream may have allocated it
-                t.record_stream(torch.cuda.current_stream(t.device))
         return cached[1]
 
     def _quantize(self, spec: QuantizeSpec, dtype: torch.dtype, mesh: DeviceMesh, module: nn.Module) -> NVFP4Tensor:

@@ -7,7 +7,10 @@ shard is an NVFP4Tensor, whose class imports this module.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +46,10 @@ def all_gather_inputs(shard: Any, world: int) -> tuple[tuple[Tensor, ...], Gathe
     A single per-tensor scale is gathered too, which detects shards with different ones.
     """
     is_swizzled = world == 1 or math.prod(shard.qdata.shape[:-1]) % TILE_ROWS == 0
-    scale = shard.scale if is_swizzled else shard.unswizzled_scale()
+    scale = shard.scale
+    if not is_swizzled:
+        with own_memory(shard.device):
+            scale = shard.unswizzled_scale().contiguous()
     has_one_scale = shard.per_tensor_scale.dim() == 0
     inputs = (
         shard.qdata.contiguous(),
@@ -86,7 +92,31 @@ def pre_all_gather(
     world = mesh.size()
     check_shard(shard.shape, outer_size, world, module)
     inputs, metadata = all_gather_inputs(shard, world)
+    record_stream(*inputs)
     return (inputs, metadata) if world > 1 else (inputs[:1], metadata._replace(ungathered=inputs[1:]))
+
+
+@contextlib.contextmanager
+def own_memory(device: torch.device) -> Iterator[None]:
+    """Compute in a stream between what the current one did and will do, so that memory comes from no other stream.
+
+    FSDP2 may begin a gather too early and drop it: between backwards of several forwards without gradient
+    synchronization. It then frees the output before NCCL has written it, for what its own stream allocates next.
+    Tensors that outlive the block need :func:`record_stream` after it.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    current, own = torch.cuda.current_stream(device), _own_stream(device)
+    own.wait_stream(current)
+    with torch.cuda.stream(own):
+        yield
+    current.wait_stream(own)
+
+
+@functools.cache
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # as FSDP2's
 
 
 def check_shard(shape: torch.Size, outer_size: torch.Size, world: int, module: nn.Module, block_rows: int = 1) -> None:
@@ -136,7 +166,7 @@ def post_all_gather(
     qdata, scale, per_tensor_scale = _join_outputs(outputs, metadata)
     dtype = {"orig_dtype": param_dtype} if param_dtype in HIGH_PRECISION_DTYPES else {}
     amax = metadata.activation_amax
-    _record_stream(amax)
+    record_stream(amax)
     full = shard._replace(qdata=qdata, scale=scale, per_tensor_scale=per_tensor_scale, activation_amax=amax, **dtype)
     return full, () if metadata.is_swizzled else (scale,)
 
@@ -149,11 +179,12 @@ def _refill(full: Any, outputs: tuple[Tensor, ...], metadata: GatherMetadata) ->
         with torch.autograd._unsafe_preserve_version_counter(full.scale):  # saved for backward; the values are equal
             full.scale.copy_(scale)
     full.per_tensor_scale = per_tensor_scale
-    _record_stream(metadata.activation_amax)
+    record_stream(metadata.activation_amax)
     full.activation_amax = metadata.activation_amax
 
 
-def _record_stream(t: Tensor | None) -> None:
-    """Keep t alive for the current stream: CPU offload allocates it in the stream of the gather."""
-    if t is not None and t.is_cuda:
-        t.record_stream(torch.cuda.current_stream(t.device))
+def record_stream(*tensors: Tensor | None) -> None:
+    """Keep memory for what the current stream does now: another one may have allocated it."""
+    for t in tensors:
+        if t is not None and t.is_cuda:
+            t.record_stream(torch.cuda.current_stream(t.device))
