@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Iterator
 
 from torch import nn
@@ -36,29 +35,15 @@ class NVFP4TrainingConfig(AOBaseConfig):
     Args:
         recipe: a :class:`Recipe`, or the name of one: nvidia, nvidia_4over6, unbiased, accurate, accurate_eden,
             forward_only, weight_only.
-        hadamard_sign: "shared" for the recipe's mask, or "per layer" for a different mask in each linear, which depends
-            on the number of linears that this config has converted before. In the latter case, linears with the same
-            input quantize its transpose separately.
 
     Raises:
-        TypeError, ValueError: if the recipe or hadamard_sign is unknown.
+        TypeError, ValueError: if the recipe is unknown.
     """
 
     recipe: Recipe | str = "nvidia"
-    hadamard_sign: str = "shared"
-    _converted: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.recipe = resolve(self.recipe)
-        if self.hadamard_sign not in ("shared", "per layer"):
-            raise ValueError(f"hadamard_sign is 'shared' or 'per layer', got {self.hadamard_sign!r}")
-
-    def next_sign(self) -> int | None:
-        """Return the mask of the next linear to convert; None for the recipe's mask."""
-        if self.hadamard_sign == "shared":
-            return None
-        self._converted += 1
-        return int.from_bytes(hashlib.blake2b(f"linear {self._converted}".encode(), digest_size=2).digest(), "little")
 
 
 @register_quantize_module_handler(NVFP4TrainingConfig)
@@ -66,7 +51,7 @@ def _train_linear(module: nn.Module, config: NVFP4TrainingConfig) -> nn.Module:
     once_per_call(module, config, check_trainable)
     linear = as_linear(trainable(module))
     assert isinstance(config.recipe, Recipe) and isinstance(linear, nn.Linear)
-    return NVFP4TrainingLinear.convert(linear, config.recipe, config.next_sign())
+    return NVFP4TrainingLinear.convert(linear, config.recipe)
 
 
 def check_trainable(model: nn.Module, chosen: list[nn.Module], is_all: bool) -> None:

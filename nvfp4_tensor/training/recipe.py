@@ -159,15 +159,6 @@ class Recipe:
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def with_hadamard_sign(self, sign: int) -> Recipe:
-        """Return a copy whose transformed operands use this sign mask."""
-
-        def signed(spec: Any) -> Any:
-            transformed = isinstance(spec, QuantizeSpec) and spec.hadamard_sign is not None
-            return spec.replace(hadamard_sign=sign) if transformed else spec
-
-        return self.replace(**{name: signed(getattr(self, name)) for name in (*OPERANDS, "w_for_dx")})
-
     def dense_forward(self) -> Recipe:
         """Return a copy whose fprop is dense.
 

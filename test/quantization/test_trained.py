@@ -86,7 +86,7 @@ ROUTES = {
 }  # fmt: skip
 TRAINED = {
     "recipe": trained,
-    "other recipe": lambda: trained(NVFP4TrainingConfig("accurate_eden", hadamard_sign="per layer")),
+    "other recipe": lambda: trained(NVFP4TrainingConfig("accurate_eden")),
     "qat": lambda: trained(QATConfig(NVFP4Config(four_over_six=True), step="prepare")),
     "dense forward": lambda: trained(NVFP4TrainingConfig("nvidia"), forward="bf16"),  # with which fine-tuning ends
     "tied": lambda: trained(tied=True),

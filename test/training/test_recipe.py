@@ -135,7 +135,6 @@ test_filters_and_configs_are_checked = refuses(
     (lambda: training.keep_dense(3), TypeError, "names and functions"),
     (lambda: NVFP4TrainingConfig("fast"), "unknown recipe 'fast'"),
     (lambda: NVFP4TrainingConfig(QuantizeSpec()), TypeError, "recipe is a Recipe or the name of one"),
-    (lambda: NVFP4TrainingConfig(hadamard_sign="each"), "hadamard_sign is 'shared' or 'per layer'"),
 )
 
 

@@ -43,7 +43,6 @@ class NVFP4TrainingLinear(nn.Linear):
     active_recipe: Recipe
     bf16_forward: bool
     bf16_backward: bool
-    hadamard_sign: int | None
     sharding: LinearSharding = UNSHARDED_LINEAR
     """This rank's shards of the tokens, outputs and inputs: see :mod:`nvfp4_tensor.distributed`."""
     rounding_state: Tensor | None
@@ -60,11 +59,10 @@ class NVFP4TrainingLinear(nn.Linear):
     """The number of writes to the shard when its codes were gathered."""
 
     @classmethod
-    def convert(cls, linear: nn.Linear, recipe: Recipe, hadamard_sign: int | None = None) -> NVFP4TrainingLinear:
-        """Convert a linear in place to train according to a recipe, optionally with its own Hadamard sign."""
+    def convert(cls, linear: nn.Linear, recipe: Recipe) -> NVFP4TrainingLinear:
+        """Convert a linear in place to train according to a recipe."""
         linear.__class__ = cls
         assert isinstance(linear, NVFP4TrainingLinear)
-        linear.hadamard_sign = hadamard_sign
         keep_called(linear)
         linear.register_buffer("rounding_state", None, persistent=False)
         linear.set_recipe(recipe, False, False)
@@ -74,7 +72,7 @@ class NVFP4TrainingLinear(nn.Linear):
 
     def to_dense(self) -> nn.Linear:
         """Convert this module in place to a plain nn.Linear."""
-        for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward", "hadamard_sign"):
+        for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward"):
             delattr(self, name)
         del self.rounding_state
         for name in ("sharding", "calls", "_calls_repeat", *_NOT_SAVED):
@@ -85,8 +83,7 @@ class NVFP4TrainingLinear(nn.Linear):
 
     def set_recipe(self, recipe: Recipe, bf16_forward: bool, bf16_backward: bool) -> None:
         """Set the recipe and its dense halves; see :func:`training.set_recipe`."""
-        active = recipe if self.hadamard_sign is None else recipe.with_hadamard_sign(self.hadamard_sign)
-        active = active.dense_forward() if bf16_forward else active
+        active = recipe.dense_forward() if bf16_forward else recipe
         active = active.dense_backward() if bf16_backward else active
         self.recipe, self.active_recipe = recipe, active
         self.bf16_forward, self.bf16_backward = bf16_forward, bf16_backward

@@ -60,12 +60,10 @@ VARIANTS = {
 """Recipes that draw random bits, or leave operands dense, where those with a name do not."""
 
 
-def model_of(recipe="nvidia", **config):
+def model_of(recipe="nvidia"):
     torch.manual_seed(0)
     model = Decoder()
-    quantize_(
-        model, NVFP4TrainingConfig(VARIANTS.get(recipe, recipe), **config), filter_fn=training.keep_dense("lm_head")
-    )
+    quantize_(model, NVFP4TrainingConfig(VARIANTS.get(recipe, recipe)), filter_fn=training.keep_dense("lm_head"))
     return model
 
 
@@ -275,7 +273,7 @@ def test_parameters_and_state_dict_are_those_of_the_dense_model():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies(copied):
-    model = model_of("unbiased", hadamard_sign="per layer")
+    model = model_of("unbiased")
     expected = step(model)
     other = copied(model)
     assert same(step(other), expected)
@@ -290,18 +288,6 @@ def test_to_dense():
     training.to_dense(model)
     assert not any(isinstance(module, NVFP4TrainingLinear) for module in model.modules())
     assert type(model.layers[0].k) is nn.Linear and model.layers[0].k.__dict__.keys() == nn.Linear(2, 2).__dict__.keys()
-
-
-def test_hadamard_signs_per_layer():
-    shared, apart = model_of(), model_of(hadamard_sign="per layer")
-
-    def signs(model):
-        return [linear.active_recipe.x_t.hadamard_sign for linear in training.config.training_linears(model).values()]
-
-    assert set(signs(shared)) == {0xD7E8}
-    assert len(set(signs(apart))) == 6 and signs(apart) == signs(model_of(hadamard_sign="per layer"))
-    training.set_recipe(apart, "unbiased")
-    assert len(set(signs(apart))) == 6
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
