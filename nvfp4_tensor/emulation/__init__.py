@@ -1,6 +1,6 @@
 """Block formats in plain torch, for validation: NVFP4, MXFP4, MXFP6, MXFP8, MXINT8, int4 and user-defined formats.
 
-:func:`cast` converts a tensor to a format, :func:`upcast` decodes it, :func:`dot` and :func:`matmul` multiply.
+:func:`cast` converts a tensor to a format, :func:`upcast` decodes it, :func:`matmul` multiplies.
 """
 
 from nvfp4_tensor.emulation.blocks import Block, BlockTensor
@@ -8,7 +8,7 @@ from nvfp4_tensor.emulation.casting import cast, upcast
 from nvfp4_tensor.emulation.elements import ELEMENTS, Element
 from nvfp4_tensor.emulation.formats import FORMATS, BlockFormat
 from nvfp4_tensor.emulation.modes import CastMode, ComputeMode, ScaleMode
-from nvfp4_tensor.emulation.products import dot, matmul
+from nvfp4_tensor.emulation.products import matmul
 from nvfp4_tensor.emulation.scales import SCALES, Scale
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Scale",
     "ScaleMode",
     "cast",
-    "dot",
     "matmul",
     "upcast",
 ]

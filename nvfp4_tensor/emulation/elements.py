@@ -54,15 +54,6 @@ class Element:
         if self.bits not in range(2, 9):
             raise ValueError(f"an element must have 2 to 8 bits, not {self.bits!r}: a code is stored in a byte")
 
-    @staticmethod
-    def of(element: Element | str) -> Element:
-        """Return ``element``, or the entry of :data:`ELEMENTS` with that name; raise a ValueError for other values."""
-        if isinstance(element, Element):
-            return element
-        if isinstance(element, str) and element in ELEMENTS:
-            return ELEMENTS[element]
-        raise ValueError(f"unknown element {element!r}: use one of {', '.join(map(repr, ELEMENTS))}")
-
     @property
     def sign_bit(self) -> int:
         return 1 << (self.bits - 1)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from nvfp4_tensor.emulation.elements import ELEMENTS, Element
 from nvfp4_tensor.emulation.scales import SCALES, Scale
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +39,8 @@ class BlockFormat:
     two_level: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "element", Element.of(self.element))  # the dataclass is frozen
-        object.__setattr__(self, "scale", Scale.of(self.scale))
+        for what, table in (("element", ELEMENTS), ("scale", SCALES)):  # the dataclass is frozen
+            object.__setattr__(self, what, _entry(what, getattr(self, what), table))
         if not isinstance(self.block_size, int) or self.block_size < 1 or self.block_size * self.element.bits % 8:
             raise ValueError(
                 f"invalid block_size {self.block_size!r}: a block of {self.element.bits}-bit elements must fill an "
@@ -61,11 +64,17 @@ class BlockFormat:
     @staticmethod
     def of(format: BlockFormat | str) -> BlockFormat:
         """Return ``format``, or the entry of :data:`FORMATS` with that name; raise a ValueError for other values."""
-        if isinstance(format, BlockFormat):
-            return format
-        if isinstance(format, str) and format in FORMATS:
-            return FORMATS[format]
-        raise ValueError(f"unknown format {format!r}: use a BlockFormat or one of {', '.join(map(repr, FORMATS))}")
+        return _entry("format", format, FORMATS)
+
+
+def _entry(what: str, value: T | str, table: Mapping[str, T]) -> T:
+    """Return ``value``, or the entry of the table with that name; raise a ValueError for other values."""
+    kind = type(next(iter(table.values())))
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value in table:
+        return table[value]
+    raise ValueError(f"unknown {what} {value!r}: use a {kind.__name__} or one of {', '.join(map(repr, table))}")
 
 
 def _format(name: str, element: str, scale: str, block_size: int, two_level: bool = False) -> BlockFormat:

@@ -28,15 +28,6 @@ class Scale:
     largest: float
     ceiling: float
 
-    @staticmethod
-    def of(scale: Scale | str) -> Scale:
-        """Return ``scale``, or the entry of :data:`SCALES` with that name; raise a ValueError for other values."""
-        if isinstance(scale, Scale):
-            return scale
-        if isinstance(scale, str) and scale in SCALES:
-            return SCALES[scale]
-        raise ValueError(f"unknown scale format {scale!r}: use one of {', '.join(map(repr, SCALES))}")
-
     @property
     def is_power_of_two(self) -> bool:
         return self.dtype == torch.float8_e8m0fnu

@@ -55,50 +55,34 @@ def test_indices_that_do_not_fit():
     assert repr(t) == "BlockTensor(mxfp4, shape=(2, 40), dtype=torch.float32, one code per byte)"
 
 
-@pytest.mark.parametrize("right", ["nvfp4", "e5m2 scales", "int4 16"])
-def test_dot_is_float64s_with_the_tensor_scales_outside(right):
-    formats = {
-        "nvfp4": FORMATS["nvfp4"],
-        "e5m2 scales": emulation.BlockFormat(name="a", element="e3m2", scale="e5m2", block_size=16, two_level=True),
-        "int4 16": FORMATS["int4"].replace(block_size=16),
-    }
-    a = emulation.cast(normal(6, 200) * 1e-3, "nvfp4", cast_mode="compressed")
-    b = emulation.cast(normal(6, 200, seed=1) * 1e4, formats[right], cast_mode="actual")
-    exact = (a.dequantize().double() * b.dequantize().double()).sum(-1)
-    size = (a.dequantize().double() * b.dequantize().double()).abs().sum(-1)
-    assert ((emulation.dot(a, b, torch.float64) - exact).abs() <= 2.0**-22 * size).all()  # decoding rounds to float32
-    assert ((emulation.dot(a, b) - exact).abs() <= 2.0**-20 * size).all()
-    assert emulation.dot(a, b).dtype == torch.float32
+E5M2_SCALES = emulation.BlockFormat(name="a", element="e3m2", scale="e5m2", block_size=16, two_level=True)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_matmul_is_the_dot_of_each_pair(name):
-    a, b = (emulation.cast(normal(n, 150, seed=n), name, cast_mode="actual") for n in (5, 7))
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [*((name, name) for name in FORMATS), ("nvfp4", E5M2_SCALES), ("nvfp4", FORMATS["int4"].replace(block_size=16))],
+    ids=str,
+)
+def test_matmul_is_float64s_with_the_tensor_scales_outside(left, right):
+    a = emulation.cast(normal(5, 150) * 1e-3, left, cast_mode="compressed")
+    b = emulation.cast(normal(7, 150, seed=1) * 1e3, right, cast_mode="actual")
     exact = a.dequantize().double() @ b.dequantize().double().t()
     size = a.dequantize().double().abs() @ b.dequantize().double().abs().t()
     assert ((emulation.matmul(a, b) - exact).abs() <= 2.0**-19 * size).all()
-    assert ((emulation.matmul(a, b, torch.float64) - exact).abs() <= 2.0**-22 * size).all()
-    row = emulation.cast(normal(5, 150, seed=5)[2], name, cast_mode="actual", **_amax(a))
-    column = emulation.cast(normal(7, 150, seed=7)[3], name, cast_mode="actual", **_amax(b))
-    assert emulation.dot(row, column, torch.float64).item() == pytest.approx(
-        emulation.matmul(a, b, torch.float64)[2, 3].item(), rel=1e-12
-    )
+    assert ((emulation.matmul(a, b, torch.float64) - exact).abs() <= 2.0**-22 * size).all()  # decoding rounds
+    assert emulation.matmul(a, b).dtype == torch.float32
 
 
 def test_autocast_does_not_round_products():
     a, b = (emulation.cast(normal(n, 150, seed=n), "mxfp8_e4m3", cast_mode="actual") for n in (5, 7))
     with torch.autocast("cpu", torch.bfloat16):
-        products = emulation.matmul(a, b), emulation.dot(a, a)
-    assert torch.equal(products[0], emulation.matmul(a, b)) and torch.equal(products[1], emulation.dot(a, a))
+        product = emulation.matmul(a, b)
+    assert torch.equal(product, emulation.matmul(a, b))
 
 
 def test_equality_is_identity():
     t, u = (emulation.cast(normal(2, 64), "mxfp4", cast_mode="actual") for _ in range(2))
     assert t == t and t != u and len({t, u}) == 2
-
-
-def _amax(t):
-    return {"amax": t.tensor_scale * t.format.largest_value} if t.format.two_level else {}
 
 
 def test_nvfp4_products_are_the_tensors():
@@ -111,12 +95,10 @@ def test_nvfp4_products_are_the_tensors():
 def test_invalid_products_raise():
     a, b = (emulation.cast(normal(2, 64), name, cast_mode="actual") for name in ("nvfp4", "mxfp4"))
     with pytest.raises(ValueError, match="nvfp4 has 16 elements per block, mxfp4 has 32"):
-        emulation.dot(a, b)
+        emulation.matmul(a, b)
     with pytest.raises(TypeError, match="BlockTensors, not a Tensor"):
         emulation.matmul(a, normal(2, 64))
     with pytest.raises(ValueError, match="float32 or float64"):
-        emulation.dot(a, a, torch.bfloat16)
-    with pytest.raises(ValueError, match="one shape"):
-        emulation.dot(a, emulation.cast(normal(3, 64), "nvfp4", cast_mode="actual"))
+        emulation.matmul(a, a, torch.bfloat16)
     with pytest.raises(ValueError, match=r"\(M, K\) and \(N, K\)"):
         emulation.matmul(a, emulation.cast(normal(2, 80), "nvfp4", cast_mode="actual"))

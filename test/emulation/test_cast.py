@@ -213,7 +213,7 @@ def test_formats():
         BlockFormat(name="x", element="e2m1", scale="e8m0", block_size=3)
     with pytest.raises(ValueError, match="unknown element 'e1m2'"):
         BlockFormat(name="x", element="e1m2", scale="e8m0", block_size=32)
-    with pytest.raises(ValueError, match="unknown scale format 'e3m4'"):
+    with pytest.raises(ValueError, match="unknown scale 'e3m4'"):
         BlockFormat(name="x", element="e2m1", scale="e3m4", block_size=32)
     with pytest.raises(dataclasses.FrozenInstanceError):
         FORMATS["nvfp4"].block_size = 32

@@ -38,4 +38,6 @@ def test_products():
     x = torch.randn(8, 160)
     a, b = (emulation.cast(t, "nvfp4", cast_mode="actual") for t in (x, x.cuda()))
     assert torch.allclose(emulation.matmul(b, b).cpu(), emulation.matmul(a, a), rtol=1e-5, atol=1e-4)
-    assert torch.allclose(emulation.dot(b, b, torch.float64).cpu(), emulation.dot(a, a, torch.float64), rtol=1e-14)
+    assert torch.allclose(
+        emulation.matmul(b, b, torch.float64).cpu(), emulation.matmul(a, a, torch.float64), rtol=1e-14
+    )
