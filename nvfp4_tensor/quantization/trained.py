@@ -33,11 +33,16 @@ def dense_linear(module: nn.Module) -> nn.Module:
     return module
 
 
-def to_dense(model: nn.Module) -> None:
-    """Convert all linears of a model that train to plain ones, and run its experts as transformers does, in place."""
+def to_dense(model: nn.Module) -> nn.Module:
+    """Convert a model's NVFP4 training linears back to nn.Linear, in place; weights do not change.
+
+    Experts of transformers that train in NVFP4 run by its default implementation again. Configs for inference,
+    :func:`calibrate` and :func:`gptq` do the same.
+    """
     for module in list(model.modules()):
         dense_linear(module)
     experts.stop_training(model)
+    return model
 
 
 def trained_in_nvfp4(module: nn.Module) -> bool:

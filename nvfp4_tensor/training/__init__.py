@@ -1,9 +1,10 @@
 """Training in NVFP4: recipes, linears, filters, reports, and weights that are stored in NVFP4."""
 
 import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
-from nvfp4_tensor.training.config import NVFP4TrainingConfig, reuse_weight_codes, set_recipe, to_dense
+from nvfp4_tensor.quantization.trained import to_dense
+from nvfp4_tensor.training.config import NVFP4TrainingConfig, reuse_weight_codes, set_recipe
 from nvfp4_tensor.training.filters import Filter, keep_dense, keep_last_blocks_dense
-from nvfp4_tensor.training.linear.function import linear, ste
+from nvfp4_tensor.training.linear.function import linear
 from nvfp4_tensor.training.linear.grouped import grouped_linear
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import RECIPES, Recipe, WeightForDx
@@ -37,7 +38,6 @@ __all__ = [
     "refit_",
     "reuse_weight_codes",
     "set_recipe",
-    "ste",
     "summary",
     "to_dense",
     "to_nvfp4_parameters",

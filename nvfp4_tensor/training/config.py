@@ -12,7 +12,6 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from nvfp4_tensor._compat.pickles import pin
-from nvfp4_tensor.quantization import trained
 from nvfp4_tensor.quantization.conv1d import as_linear, is_conv1d
 from nvfp4_tensor.quantization.linear import quantizable
 from nvfp4_tensor.quantization.quantize_call import once_per_call
@@ -128,16 +127,6 @@ def set_recipe(
             linear.bf16_forward if forward is None else forward == "bf16",
             linear.bf16_backward if backward is None else backward == "bf16",
         )
-
-
-def to_dense(model: nn.Module) -> nn.Module:
-    """Convert a model's NVFP4 training linears back to nn.Linear, in place; weights do not change.
-
-    Experts of transformers that train in NVFP4 run by its default implementation again. Configs for inference,
-    :func:`calibrate` and :func:`gptq` do the same.
-    """
-    trained.to_dense(model)
-    return model
 
 
 @contextlib.contextmanager

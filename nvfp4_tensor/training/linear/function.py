@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.numerics.codes import Codes
-from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 from nvfp4_tensor.training.linear.cache import Pair, share_input, shared_input
 from nvfp4_tensor.training.linear.plan import Call, LinearPlan
 from nvfp4_tensor.training.recipe import Recipe, resolve
@@ -55,26 +53,6 @@ def linear(
     """
     plan = LinearPlan.of_call(resolve(recipe), x, weight)
     return run(plan, x, weight, bias, rng_state, any_requires_grad(x, weight, bias))
-
-
-def ste(w: Tensor, spec: QuantizeSpec | None = None, *, rng_state: Tensor | None = None) -> Tensor:
-    """Round w (..., K) to values that NVFP4 can represent, with a straight-through gradient.
-
-    Use it for trainable parameters that are not the weight of a linear. It is :func:`nvfp4_tensor.fake_quantize` under
-    the name that quantization-aware training uses. The result has the dtype of w: bfloat16, float16 or float32.
-
-    Args:
-        w: any shape except 0-d.
-        spec: how w is quantized. By default, to nearest even in 1x16 blocks.
-        rng_state: int64 (seed, offset) for a stochastic spec. By default, it is sampled from torch's generator.
-
-    Raises:
-        TypeError, ValueError: see :func:`nvfp4_tensor.quantize`.
-
-    >>> w = torch.randn(32, 64, requires_grad=True)
-    >>> ste(w).square().sum().backward()
-    """
-    return fake_quantize(w, spec, rng_state=rng_state)
 
 
 def any_requires_grad(*tensors: Tensor | None) -> bool:
