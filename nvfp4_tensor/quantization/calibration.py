@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear
-from nvfp4_tensor.quantization.conversion import Conversion
+from nvfp4_tensor.quantization.conversion import Conversion, Groups
 from nvfp4_tensor.quantization.experts import names_of_experts
 from nvfp4_tensor.quantization.observed_experts import finish, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import ObservedLinear
@@ -79,8 +79,6 @@ def calibrate(
         )
     if isinstance(batches, torch.Tensor | Mapping):
         raise TypeError(f"batches must be an iterable of batches, not one {type(batches).__name__}: pass [batch]")
-    convert = dataclasses.replace(config, step="convert")
-    prepare = dataclasses.replace(config, step="prepare", **_CONVERT_ONLY if isinstance(config, NVFP4Config) else {})
     chosen = PlannedFilter(model, plan_model(model, filter_fn))
     linears: list[nn.Module] = chosen.linears
     if filter_fn is not None:
@@ -89,19 +87,39 @@ def calibrate(
     experts = names_of_experts(model) if config.experts else set()
     if not linears and not experts:
         raise ValueError(f"nothing to quantize in {type(model).__name__}: experts=True in the config selects experts")
+    quantize_by_inputs(model, batches, config, linears, experts, chosen.groups, progress=progress)
+    return model
+
+
+def quantize_by_inputs(
+    model: nn.Module,
+    batches: Iterable[Any],
+    config: NVFP4WeightOnlyConfig,
+    linears: Sequence[nn.Module],
+    experts: Collection[str],
+    groups: Groups,
+    *,
+    progress: bool,
+) -> None:
+    """Do what :func:`calibrate` does with these linears and experts' weights, by name.
+
+    groups: the linears with which a linear shares its per-tensor scale, including itself.
+    """
+    convert = dataclasses.replace(config, step="convert")
+    prepare = dataclasses.replace(config, step="prepare", **_CONVERT_ONLY if isinstance(config, NVFP4Config) else {})
     with restored(model, only_on_error=True):  # also on an interrupt: a partly prepared model is useless
-        for module in chosen.linears:
+        for module in linears:
             as_linear(module)
         to_dense(model)
         Conversion(model, linears, prepare, experts=experts).run(model)
         with torch.no_grad():
             for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
                 call_model(model, batch)
-        conversion = Conversion(model, linears, convert, groups=chosen.groups, experts=experts)
+        conversion = Conversion(model, linears, convert, groups=groups, experts=experts)
         _warn_of_nonfinite(conversion)
     try:  # not within restored(), which keeps the dense weights
         conversion.start(model)
-        for module in linears:
+        for module in tqdm(linears, desc="quantizing", unit="weight", disable=not progress):
             conversion.apply(module)
     except BaseException:
         for module in linears:
@@ -111,7 +129,6 @@ def calibrate(
         raise
     if progress and (routed := routed_tokens(model)):
         tqdm.write(summary_of(routed), file=sys.stderr)
-    return model
 
 
 def _warn_of_nonfinite(conversion: Conversion) -> None:

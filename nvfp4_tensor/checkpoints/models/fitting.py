@@ -21,12 +21,13 @@ from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import GPTQConfig, NVFP4Config, NVFP4WeightOnlyConfig, ObservedLinear, gptq
 from nvfp4_tensor.quantization.accuracy.sensitivity import Budget, sensitivity
+from nvfp4_tensor.quantization.calibration import quantize_by_inputs
 from nvfp4_tensor.quantization.conv1d import is_linear
+from nvfp4_tensor.quantization.conversion import Conversion
 from nvfp4_tensor.quantization.experts import expert_weights
 from nvfp4_tensor.quantization.names import joined_with, some
 from nvfp4_tensor.quantization.observed_experts import finish, observed_weights, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import InputStatistics
-from nvfp4_tensor.quantization.weights import WeightRef
 
 
 class Chosen:
@@ -34,6 +35,7 @@ class Chosen:
 
     Attributes:
         files: the names in files of each chosen weight, by its name in the model.
+        linears, experts: the modules of linears by their weight, and the names of experts' weights.
     """
 
     def __init__(self, model: nn.Module, exclude: Sequence[str], include: Sequence[str], to: str) -> None:
@@ -41,6 +43,7 @@ class Chosen:
         names = checkpoint.names_by_parameter()
         quantized = set(plan_folder(checkpoint, exclude, include, holds_experts).quantized)
         self.files: dict[str, list[str]] = {}
+        self.linears: dict[str, nn.Module] = {}
         left = []
         for path, module in model.named_modules():
             for attribute in ("weight",) if is_linear(module) else expert_weights(module):
@@ -49,8 +52,11 @@ class Chosen:
                 wanted = [name for name in files if name in quantized]
                 if wanted and len(wanted) == len(files):
                     self.files[parameter] = files
+                    if is_linear(module):
+                        self.linears[parameter] = module
                 elif wanted and weight.dim() == 3:
                     left.append(parameter)
+        self.experts = self.files.keys() - self.linears.keys()
         if left:
             warnings.warn(
                 f"experts stay dense, because NVFP4 in the format {to} does not have all of a layer: {some(left)}",
@@ -66,12 +72,32 @@ class Chosen:
         return list(dict.fromkeys(re.sub(r"\.experts\..*", ".experts.*", name) for name in names))
 
 
+@torch.no_grad()
 def find_input_amax(
     model: nn.Module, batches: Sequence[Tensor], chosen: Chosen, *, progress: bool = True
 ) -> dict[str, float]:
-    """Return the largest input magnitude of each weight over ``batches``, each (1, tokens), by its name in files."""
-    observed = _observe(model, batches, NVFP4Config(step="prepare", experts=True), chosen, progress)
+    """Return the largest input magnitude of each weight over ``batches``, each (1, tokens), by its name in files.
+
+    Raises:
+        ValueError: a weight had no input above zero.
+    """
+    linears = list(chosen.linears.values())
+    Conversion(model, linears, NVFP4Config(step="prepare", experts=True), experts=chosen.experts).run(model)
+    for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
+        model(batch, use_cache=False)
+    of_experts = observed_weights(model)
+    observed: dict[str, InputStatistics] = {name: of_experts[name] for name in chosen.experts}
+    observed |= {name: each for name, each in chosen.linears.items() if isinstance(each, ObservedLinear)}
+    finish(model)
+    if progress and (routed := routed_tokens(model)):
+        tqdm.write(summary_of(routed), file=sys.stderr)
+    if idle := [name.removesuffix(".weight") for name, each in observed.items() if not each.activation_amax]:
+        raise ValueError(f"{', '.join(idle[:4])} had no input above zero: use more text, or exclude them")
     return {name: each.activation_amax.item() for weight, each in observed.items() for name in chosen.files[weight]}
+
+
+def _inputs(batches: Sequence[Tensor]) -> list[dict[str, Any]]:
+    return [{"input_ids": batch, "use_cache": False} for batch in batches]
 
 
 def spend_bits(
@@ -84,10 +110,11 @@ def spend_bits(
     def group_of(name: str) -> str:
         return joined_with(name, chosen.files)[0] if name.endswith(".weight") else name.rpartition(".")[0]
 
-    batch = {"input_ids": batches[0], "use_cache": False}
     if not chosen.files:
         raise ValueError("no linear is quantized, so there is no budget to distribute: check exclude and include")
-    return sensitivity(model, [batch], config, filter_fn=chosen, group_of=group_of, progress=progress).within(bits)
+    return sensitivity(
+        model, _inputs(batches[:1]), config, filter_fn=chosen, group_of=group_of, progress=progress
+    ).within(bits)
 
 
 def fit_by_gptq(
@@ -95,11 +122,9 @@ def fit_by_gptq(
 ) -> None:
     """Quantize linears and experts in place by GPTQ. Scales are searched unless ``spec`` has a setting of its own."""
     config = None if spec == QuantizeSpec() else GPTQConfig(base_config=NVFP4WeightOnlyConfig(weight_spec=spec))
-    inputs = [{"input_ids": batch, "use_cache": False} for batch in batches]
-    gptq(model, inputs, config, filter_fn=chosen, progress=progress)
+    gptq(model, _inputs(batches), config, filter_fn=chosen, progress=progress)
 
 
-@torch.no_grad()
 def fit_by_scale_search(
     model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, chosen: Chosen, *, progress: bool = True
 ) -> None:
@@ -108,45 +133,12 @@ def fit_by_scale_search(
     Linears that servers join get one per-tensor scale.
     """
     spec = spec.replace(scale_search=ScaleSearch.MSE)
-    config = NVFP4WeightOnlyConfig(weight_spec=spec, weighted=True, step="prepare", experts=True)
-    observed = _observe(model, batches, config, chosen, progress)
-    modules = dict(model.named_modules())
-    linears = {name: each for name, each in observed.items() if isinstance(each, ObservedLinear)}
-    amax = {name: torch.ops.nvfp4.amax(linear.weight) for name, linear in linears.items()}
-    for name, each in tqdm(observed.items(), desc="searching scales", unit="weight", disable=not progress):
-        path, _, attribute = name.rpartition(".")
-        squares = each.activation_squares
-        weight, largest = WeightRef(name, modules[path], attribute, getattr(modules[path], attribute)), None
-        if isinstance(each, ObservedLinear):
-            largest = torch.stack([amax[other] for other in joined_with(name, linears)]).amax()
-            each.stop_observing()
-        weight.set(weight.quantized(config, amax=largest, squares=squares))
-
-
-@torch.no_grad()
-def _observe(
-    model: nn.Module, batches: Sequence[Tensor], config: NVFP4WeightOnlyConfig, chosen: Chosen, progress: bool
-) -> dict[str, InputStatistics]:
-    """Observe the inputs of the chosen linears and experts while the model runs; return them by weight.
-
-    Linears go on observing.
-
-    Raises:
-        ValueError: a weight had no input above zero.
-    """
-    from torchao.quantization import quantize_  # after our own import of torchao, which silences its messages
-
-    quantize_(model, config, filter_fn=lambda module, name: isinstance(module, nn.Linear) and chosen(module, name))
-    for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
-        model(batch, use_cache=False)
-    linears = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, ObservedLinear)}
-    observed = linears | {name: own for name, own in observed_weights(model).items() if name in chosen.files}
-    finish(model)
-    if progress and (routed := routed_tokens(model)):
-        tqdm.write(summary_of(routed), file=sys.stderr)
-    if idle := [name.removesuffix(".weight") for name, each in observed.items() if not each.activation_amax]:
-        raise ValueError(f"{', '.join(idle[:4])} had no input above zero: use more text, or exclude them")
-    return observed
+    config = NVFP4WeightOnlyConfig(weight_spec=spec, weighted=True, experts=True)
+    linears = chosen.linears
+    groups = {each: [linears[other] for other in joined_with(name, linears)] for name, each in linears.items()}
+    quantize_by_inputs(
+        model, _inputs(batches), config, list(linears.values()), chosen.experts, groups, progress=progress
+    )
 
 
 def check_scales_fit(source: Checkpoint, to: str, options: Mapping[str, Any]) -> None:
