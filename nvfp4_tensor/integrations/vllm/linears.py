@@ -22,9 +22,8 @@ from vllm.model_executor.parameter import ModelWeightParameter, PerTensorScalePa
 
 from nvfp4_tensor.integrations import serving
 from nvfp4_tensor.integrations.loading import COMPRESSED, MODELOPT, Loader, Names, Served
-from nvfp4_tensor.integrations.serving import SPEC, SPEC_BY_TOKEN, Activations, Setting, tell
+from nvfp4_tensor.integrations.serving import Setting, tell
 from nvfp4_tensor.numerics.layout import BLOCK
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 logger = init_logger("vllm.nvfp4_tensor")  # vLLM prints the lines of its own loggers
 
@@ -108,29 +107,6 @@ class NVFP4TensorLinearMethod(Served, LinearMethodBase):
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x (..., K) @ w^T + bias: (..., N)."""
         return serving.linear(x, self.weight(layer), bias)
-
-
-def weight_of(layer: Any) -> NVFP4Tensor:
-    """Return the weight that a served linear multiplies with, sharing its memory: (N, K).
-
-    Raises:
-        TypeError: the layer is not one of ours, or has not been loaded yet.
-    """
-    method = getattr(layer, "quant_method", None)
-    if not isinstance(method, NVFP4TensorLinearMethod) or method.activations is None:
-        raise TypeError(f"{type(layer).__name__} is not served by nvfp4_tensor, or was not loaded yet")
-    w = method.weight(layer)
-    activation_spec = {Activations.DENSE: None, Activations.STATIC: SPEC, Activations.BY_TOKEN: SPEC_BY_TOKEN}
-    return NVFP4Tensor(
-        w.qdata.data,
-        w.scale.data,
-        w.per_tensor_scale.data,
-        layer.input_size_per_partition,
-        layer.params_dtype,
-        SPEC,
-        activation_spec[w.activations],
-        activation_amax=None if w.amax is None else w.amax.data,
-    )
 
 
 # --- which linears ---------------------------------------------------------------------------------------------------

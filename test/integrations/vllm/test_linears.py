@@ -104,7 +104,7 @@ def test_each_class_of_linears(kind):
         x = torch.randn(6, HIDDEN).bfloat16()
         before, addresses = layer(x)[0], {name: p.data_ptr() for name, p in layer.named_parameters()}
         assert error_by_column(before, mirror(x, weights, kind)) < 2**-8, type(layer).__name__
-        assert torch.equal(ours().weight_of(layer).qdata, torch.cat([weight.qdata for weight in weights]))
+        assert torch.equal(layer.weight, torch.cat([weight.qdata for weight in weights]))
         for name in ("weight_scale", "weight_scale_2", "weight_packed", "weight_global_scale"):
             assert not hasattr(layer, name)
         layer.quant_method.process_weights_after_loading(layer)

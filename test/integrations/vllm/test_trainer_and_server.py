@@ -52,14 +52,15 @@ def save(model, folder):
 
 def different(served, operands):
     """Return how many codes, block scales and per-tensor scales of vLLM's layers are not those of the trainer."""
-    from nvfp4_tensor.integrations.vllm.linears import NVFP4TensorLinearMethod, weight_of
+    from nvfp4_tensor.integrations.vllm.linears import NVFP4TensorLinearMethod
 
     counted, wrong = 0, 0
     for name, module in served.model.named_modules():
         if not isinstance(getattr(module, "quant_method", None), NVFP4TensorLinearMethod):
             continue
         path, _, last = name.rpartition(".")
-        weight, start = weight_of(module), 0
+        fields = module.weight.data, module.nvfp4_scale.data, module.nvfp4_factor.data, module.input_size_per_partition
+        weight, start = NVFP4Tensor(*fields, module.params_dtype, QuantizeSpec()), 0
         for part in FUSED.get(last, (last,)):
             expected = operands[f"{path}.{part}"]
             own = weight[start : start + len(expected)]
