@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.data._utils.collate import default_collate_fn_map
 from torchao.utils import fill_defaults
 
 from nvfp4_tensor.dispatch.table import IN_DDP, UnsupportedError, aten, implements, unsupported
@@ -126,11 +125,3 @@ def _pad(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 def _stack(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     tensors, dim = fill_defaults(args, 2, [0])
     return torch.cat([t.unsqueeze(dim) for t in tensors], dim=dim)
-
-
-def _collate(batch: Sequence[Tensor], *, collate_fn_map: object = None) -> Tensor:
-    """Stack the samples of a DataLoader. In a worker process, torch's own would decode them into shared memory."""
-    return torch.stack(tuple(batch))
-
-
-default_collate_fn_map[NVFP4Tensor] = _collate

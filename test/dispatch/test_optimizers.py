@@ -8,7 +8,6 @@ import torch
 from helpers.files import saved
 from helpers.user_warnings import user_warnings
 from torch import nn
-from torch.utils.data import DataLoader
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, training
 
@@ -80,15 +79,6 @@ def test_load_state_dict_says_once_that_it_decodes():
     assert count(lambda: net().load_state_dict(net(quantized=False).state_dict()), match="NVFP4") == 0
     dense = torch.zeros(48, 64)
     assert count(lambda: dense.copy_(state["0.weight"]), match="NVFP4") == 0  # of no module
-
-
-@pytest.mark.slow
-def test_a_data_loader_stacks_codes_in_its_workers_too():
-    samples = [quantize(torch.randn(32, 64)) for _ in range(4)]
-    for workers in (0, 2):
-        for i, batch in enumerate(DataLoader(samples, batch_size=2, num_workers=workers)):
-            assert type(batch) is NVFP4Tensor
-            assert torch.equal(batch.dequantize(), torch.stack([t.dequantize() for t in samples[2 * i : 2 * i + 2]]))
 
 
 OPTIMIZERS = [
