@@ -7,15 +7,8 @@ import torch
 from torch import nn
 from torch.sparse.semi_structured import SparseSemiStructuredTensorCUTLASS
 from torchao.float8 import convert_to_float8_training
-from torchao.prototype.awq import AWQConfig
-from torchao.prototype.gptq import GPTQConfig
 from torchao.prototype.moe_training.config import Float8TrainingOpConfig
-from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4TrainingConfig as TorchAOTrainingConfig
-from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
-from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig as TorchAOConfig
 from torchao.prototype.quantized_training import (
-    bitnet_training,
-    int8_mixed_precision_training,
     int8_weight_only_quantized_training,
 )
 from torchao.prototype.smoothquant import SmoothQuantConfig
@@ -25,7 +18,6 @@ from torchao.quantization import (
     Int8DynamicActivationInt8WeightConfig,
     Int8DynamicActivationIntxWeightConfig,
     Int8WeightOnlyConfig,
-    IntxWeightOnlyConfig,
     PerGroup,
     quantize_,
 )
@@ -35,27 +27,14 @@ from torchao.sparsity import block_sparse_weight, sparsify_
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, quantize, training
 
 INT4 = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
+# One of each way to take a weight: its class, a class that trains, a module that observes, and one that trains.
 CONFIGS = {
     "int8": Int8WeightOnlyConfig(),
-    "int8 activations": Int8DynamicActivationInt8WeightConfig(),
-    "intx": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
-    "int4 and int8": INT4,
     "fp8": Float8WeightOnlyConfig(),
-    "torchao's NVFP4": TorchAOConfig(),
-    "mx": MXDynamicActivationMXWeightConfig(),
     "int8 training": int8_weight_only_quantized_training(),
-    "int8 mixed": int8_mixed_precision_training(),
-    "bitnet": bitnet_training(),
     "fp8 training": Float8TrainingOpConfig(),
-    "torchao's NVFP4 training": TorchAOTrainingConfig(),
     "qat": QATConfig(INT4, step="prepare"),
     "smoothquant": SmoothQuantConfig(Int8DynamicActivationInt8WeightConfig(), step="prepare"),
-    "smoothquant, running": SmoothQuantConfig(
-        Int8DynamicActivationInt8WeightConfig(), step="prepare", use_running_absmax=True
-    ),
-    "smoothquant, loading": SmoothQuantConfig(Int8DynamicActivationInt8WeightConfig(), step="prepare_for_loading"),
-    "awq": AWQConfig(INT4, step="prepare"),
-    "gptq": GPTQConfig(step="observe", base_config=Int8WeightOnlyConfig()),
 }
 
 
