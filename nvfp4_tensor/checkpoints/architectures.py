@@ -9,8 +9,8 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
-"""Suffixes of the scales of a quantized key-value cache."""
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", "k_proj.k_bias", "v_proj.v_bias")
+"""Suffixes of the scales, and offsets, of a quantized key-value cache."""
 
 JOINED_AS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),

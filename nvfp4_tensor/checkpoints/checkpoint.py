@@ -104,6 +104,7 @@ class Checkpoint(abc.ABC):
         config: the content of config.json without ``quantization_config``; {} if there is no config.json.
         entries: by parameter name ("model.layers.0.mlp.up_proj.weight"), in the order of the files.
         files: the files that it is read from; None for a model in memory.
+        cache: how servers are to quantize the key-value cache: the name or the settings in the configuration, or None.
     """
 
     format: str
@@ -111,6 +112,7 @@ class Checkpoint(abc.ABC):
     config: dict[str, Any]
     entries: dict[str, Entry]
     files: Files | None = None
+    cache: Any = None
 
     @abc.abstractmethod
     def linear(self, name: str) -> LinearParts:
@@ -170,6 +172,17 @@ class Checkpoint(abc.ABC):
         self.close()
 
 
+FP8_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
+"""The settings of a key-value cache in FP8 with a scale per tensor."""
+
+
+def is_fp8_cache(cache: Any) -> bool:
+    """Return whether ``cache`` of a checkpoint is FP8 with a scale per tensor."""
+    if not isinstance(cache, dict):
+        return cache == "FP8"
+    return cache.get("strategy", "tensor") == "tensor" and FP8_CACHE.items() <= cache.items()
+
+
 class Format(abc.ABC):
     """A checkpoint format. Each module of :data:`FORMATS` has an instance as ``FORMAT``.
 
@@ -178,12 +191,14 @@ class Format(abc.ABC):
         is_file: whether a checkpoint is one file (GGUF) instead of a folder.
         is_served: whether its readers join q, k and v, or gate and up, which then need equal per-tensor scales.
         holds_experts: whether NVFP4 experts in one tensor (E, N, K) can be written.
+        cache_scales: the names, in a layer's attention, of the scales of keys and values in an FP8 cache; () for none.
     """
 
     name: ClassVar[str]
     is_file: ClassVar[bool] = False
     is_served: ClassVar[bool] = True
     holds_experts: ClassVar[bool] = False
+    cache_scales: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def detect(self, path: Path) -> bool:

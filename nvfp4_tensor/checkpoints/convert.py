@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import torch
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named, read
-from nvfp4_tensor.checkpoints.wrappers import WeightOnly, Without
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Format, format_named, is_fp8_cache, read
+from nvfp4_tensor.checkpoints.wrappers import WeightOnly, WithCacheScales
 from nvfp4_tensor.quantization.names import joined_with, some
 
 
@@ -43,13 +44,15 @@ def convert(
         if source.format == "dense" and to not in ("dense", "gguf"):
             raise ValueError(f"{src} has only dense weights: use checkpoints.quantize")
         checkpoint: Checkpoint = WeightOnly(source) if weight_only else source
-        if of_cache := [name for name in checkpoint.entries if name.endswith(CACHE_SCALES)]:  # their names differ
+        renamed = cache_names(checkpoint, target)
+        if omitted := [name for name, new in renamed.items() if not new]:
             warnings.warn(
-                f"the scales of a quantized key-value cache are omitted ({some(of_cache)}): servers will store the "
-                "cache in 16 bits",
+                f"the scales of a quantized key-value cache are omitted ({some(omitted)}), because {to} has no place "
+                f"for those of {checkpoint.cache or 'a cache that the configuration does not describe'}: servers will "
+                "store the cache in 16 bits",
                 stacklevel=2,
             )
-            checkpoint = Without(checkpoint, of_cache)
+        checkpoint = WithCacheScales(checkpoint, renamed) if renamed else checkpoint
         if target.is_served and (different := different_scales(checkpoint)):
             names = some([" and ".join(group) for group in different])
             warnings.warn(
@@ -59,6 +62,23 @@ def convert(
                 stacklevel=2,
             )
         target.write(checkpoint, Path(dst), progress=progress, **options)
+
+
+def cache_names(checkpoint: Checkpoint, target: Format) -> dict[str, str]:
+    """Return the names in another format of the scales of a key-value cache; "" for all if it has no place for them.
+
+    ModelOpt's and compressed-tensors' scales of an FP8 cache are the same numbers.
+    """
+    found = [name for name in checkpoint.entries if name.endswith(CACHE_SCALES)]
+    if checkpoint.format == target.name:
+        return dict(zip(found, found, strict=True))
+    renamed = {}
+    for name in found:
+        attention = re.sub(r"\.(?:[kv]_proj\.)?[kv]_scale$", "", name)
+        last = next((each for each in target.cache_scales if each.endswith(name[-len(".k_scale") :].strip("."))), "")
+        fits = is_fp8_cache(checkpoint.cache) and checkpoint.entries[name].numbers == 1 and attention != name and last
+        renamed[name] = f"{attention}.{last}" if fits else ""
+    return renamed if all(renamed.values()) else dict.fromkeys(found, "")
 
 
 def different_scales(checkpoint: Checkpoint) -> list[tuple[str, ...]]:

@@ -25,6 +25,7 @@ class View(Checkpoint):
     def __init__(self, source: Checkpoint) -> None:
         self.source = source
         self.format, self.path, self.config, self.files = source.format, source.path, source.config, source.files
+        self.cache = source.cache
         self.entries = dict(source.entries)
         self.stored: Mapping[str, str] = {}
 
@@ -66,13 +67,15 @@ class WeightOnly(View):
         return self.source.linear(name).weight_only()
 
 
-class Without(View):
-    """A checkpoint without some of its tensors."""
+class WithCacheScales(View):
+    """A checkpoint whose scales of a key-value cache have other names, by their names in it; "" omits a tensor."""
 
-    def __init__(self, source: Checkpoint, names: Iterable[str]) -> None:
+    def __init__(self, source: Checkpoint, renamed: Mapping[str, str]) -> None:
         super().__init__(source)
-        for name in names:
-            del self.entries[name]
+        self.stored = {new: name for name, new in renamed.items() if new}
+        self.cache = source.cache if self.stored else None
+        named = ((renamed.get(name, name), entry) for name, entry in source.entries.items())
+        self.entries = {name: entry for name, entry in named if name}
 
 
 class AsLinears(View):

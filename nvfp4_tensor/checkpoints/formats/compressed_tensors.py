@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
+from nvfp4_tensor.checkpoints.checkpoint import FP8_CACHE, Checkpoint, is_fp8_cache
 from nvfp4_tensor.checkpoints.formats.table import Layout, Number, Scheme, TableFormat
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.names import dense_linears
@@ -24,6 +24,7 @@ from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.names import is_matched
 
 PACKED = "nvfp4-pack-quantized"
+_CACHE = {**FP8_CACHE, "strategy": "tensor", "symmetric": True}
 
 
 class CompressedTensors(TableFormat):
@@ -44,6 +45,7 @@ class CompressedTensors(TableFormat):
     )
     config_keys = ("quantization_config", "compression_config")  # the second one is of earlier releases
     is_static = True
+    cache_scales = ("k_scale", "v_scale")
     reserved = (
         ".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale", ".input_scale",
         ".weight_zero_point", ".input_zero_point", ".weight_shape",
@@ -116,6 +118,7 @@ def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
     entries = {name.removesuffix(".weight"): entry for name, entry in checkpoint.entries.items() if entry.quantized}
     with_activations = [module for module, entry in entries.items() if entry.quantizes_activations]
     weight_only = [module for module, entry in entries.items() if not entry.quantizes_activations]
+    cache = checkpoint.cache
     if with_activations and weight_only:
         groups = {"group_0": _group(True, with_activations), "group_1": _group(False, weight_only)}
     else:
@@ -126,7 +129,7 @@ def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": dense_linears(checkpoint),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": {**_CACHE, **cache} if isinstance(cache, dict) else _CACHE if is_fp8_cache(cache) else None,
         "global_compression_ratio": None,
     }
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.architectures import TRANSPOSED_EXPERTS
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
+from nvfp4_tensor.checkpoints.checkpoint import FP8_CACHE, Checkpoint, Entry, is_fp8_cache
 from nvfp4_tensor.checkpoints.formats.table import Layout, Scheme, TableFormat
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import read_json
@@ -60,6 +60,7 @@ class ModelOpt(TableFormat):
     config_files = f"{HF_QUANT_CONFIG} or config.json"
     is_static = True
     holds_experts = True
+    cache_scales = ("k_proj.k_scale", "v_proj.v_scale")
     reserved = (".weight_scale", ".weight_scale_2")
 
     def __init__(self, transposes_experts: bool = False) -> None:
@@ -184,7 +185,8 @@ def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def hf_quant_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return hf_quant_config.json. Servers need group_size, kv_cache_quant_algo and exclude_modules."""
-    quantization = {**quantization_of(checkpoint), "kv_cache_quant_algo": None}
+    cache = "FP8" if is_fp8_cache(checkpoint.cache) else checkpoint.cache
+    quantization = {**quantization_of(checkpoint), "kv_cache_quant_algo": cache if isinstance(cache, str) else None}
     return {"producer": _producer(), "quantization": {**quantization, "exclude_modules": dense_linears(checkpoint)}}
 
 
@@ -199,6 +201,7 @@ def flat_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "quant_method": "modelopt",
         **quantization,
+        **({"kv_cache_scheme": FP8_CACHE if is_fp8_cache(cache) else cache} if (cache := checkpoint.cache) else {}),
         "ignore": dense_linears(checkpoint),
         "config_groups": {
             f"group_{i}": _group(algorithm, sorted(targets)) for i, (algorithm, targets) in enumerate(groups.items())

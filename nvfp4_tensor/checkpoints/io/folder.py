@@ -43,6 +43,7 @@ class FolderCheckpoint(Checkpoint):
         try:
             self.quantization = format.quantization(folder, self.config)
             self.config.pop("quantization_config", None)
+            self.cache = self.quantization.get("kv_cache_quant_algo") or self.quantization.get("kv_cache_scheme")
             entries = {name: e for name, e in format.entries(self).items() if not is_mask(name, e.shape)}
             check_understood(entries, path)
         except (AttributeError, IndexError, KeyError, TypeError) as error:  # JSON values of unexpected types

@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
     apply_renamings,
 )
 
+from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.origins import Origin, gather
@@ -66,7 +67,8 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
                 self._operation.keys[apply_renamings(full, renamings)] = apply_renamings(name, renamings), key
         # Scales of an FP8 cache belong to no parameter of the model, and transformers' caches do not use them.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
-        model._keys_to_ignore_on_load_unexpected = {*ignored, r"[kv]_proj\.[kv]_scale$"}
+        others = [rf"{re.escape(suffix)}$" for suffix in CACHE_SCALES]
+        model._keys_to_ignore_on_load_unexpected = {*ignored, *others}
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """Return the converter to NVFP4 weights, for linears and for experts that are one tensor in the checkpoint."""
