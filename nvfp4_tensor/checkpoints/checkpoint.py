@@ -27,6 +27,7 @@ from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 FORMATS = {
     "gguf": "nvfp4_tensor.checkpoints.formats.gguf.format",
     "comfy": "nvfp4_tensor.checkpoints.formats.comfy",
+    "auto-round": "nvfp4_tensor.checkpoints.formats.auto_round",
     "mlx": "nvfp4_tensor.checkpoints.formats.mlx",
     "mxfp4": "nvfp4_tensor.checkpoints.formats.mxfp4.folder",
     "modelopt": "nvfp4_tensor.checkpoints.formats.modelopt",
@@ -48,6 +49,7 @@ class Entry:
         quantized: whether it is NVFP4.
         quantizes_activations, has_input_scale: for a quantized weight, as in :class:`LinearParts`.
         scales: the shape of the per-tensor scale.
+        group: the stored number of elements of a block: 16, or 32 for MXFP4, which is read as NVFP4.
         shard: the name of its file, or None if there is no file.
     """
 
@@ -57,6 +59,7 @@ class Entry:
     quantizes_activations: bool = False
     has_input_scale: bool = False
     scales: tuple[int, ...] = ()
+    group: int = BLOCK
     shard: str | None = None
 
     @property

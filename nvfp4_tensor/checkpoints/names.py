@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.quantization.model_families import NOT_LINEAR
 from nvfp4_tensor.quantization.names import is_matched, joined_with, some
@@ -69,6 +70,16 @@ def warn_of_missing_input_scales(path: Path, entries: Mapping[str, Entry]) -> No
             f"{path}: {some(missing)} have no input scale, but other weights do: their activations are quantized by "
             "the amax of each call",
             stacklevel=5,
+        )
+
+
+def warn_of_lost_activations(path: Path, names: Sequence[str]) -> None:
+    """Warn of weights whose file says to quantize activations to MXFP4."""
+    if names:
+        warnings.warn(
+            f"{path}: the activations of {some(names)} are MXFP4, which is not computed: their products are "
+            "weight-only",
+            stacklevel=user_level(),
         )
 
 

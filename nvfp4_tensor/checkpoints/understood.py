@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +26,26 @@ _BESIDE = re.compile(
 )
 """The last part of names that rescale or permute a weight if it is in the same module, and are parameters otherwise."""
 _FIX = "Decode the weights to bfloat16 first, or use a checkpoint whose other weights are dense"
+
+
+_TRANSFORMS = re.compile(r".*(rotat|hadamard|spinquant|quarot|svd|low_?rank|lora_rank).*|transform(s|_config)?", re.I)
+"""Settings by which readers rotate inputs and weights, or add a product of two small matrices."""
+
+
+def check_settings(file: Path, settings: Mapping[str, Any]) -> None:
+    """Raise a ValueError if a quantization's settings, or those of its groups, change what a linear computes.
+
+    The tensors of such a checkpoint may look like those of another one.
+    """
+    groups = settings.get("config_groups")
+    inner = [each for each in (groups.values() if isinstance(groups, dict) else ()) if isinstance(each, dict)]
+    for each in (settings, *inner):
+        for name, value in each.items():
+            if _TRANSFORMS.fullmatch(name) and value and value != {"config_groups": {}}:
+                raise ValueError(
+                    f"{file}: {name} {str(value)[:80]} rotates inputs, or adds low-rank products, which is not "
+                    "supported. Use a checkpoint without it, or quantize the dense model"
+                )
 
 
 def check_understood(entries: Mapping[str, Entry], path: Path | None) -> None:

@@ -22,7 +22,7 @@ COMMANDS = sorted(nvfp4.commands)
 
 
 def test_choices_are_those_of_the_library():
-    assert {*options.FORMATS, "dense", "mxfp4"} == set(checkpoints.FORMATS)  # which are sources
+    assert {*options.FORMATS, "dense", "mxfp4", "auto-round"} == set(checkpoints.FORMATS)  # which are sources
     assert options.DENSE_TYPES == DENSE_TYPES
 
 

@@ -7,16 +7,19 @@
 ``input_global_scale``    float32 (1,), 2688 / the activation's amax; W4A4 only
 ========================  ==============================================================
 
-The configuration is config.json's ``quantization_config``: groups of linears, each with a scheme and targets.
+The configuration is config.json's ``quantization_config``: groups of linears, each with a scheme and targets. Groups of
+"mxfp4-pack-quantized", whose ``weight_scale`` is uint8 (N, K / 32) and which have no other scales, are read too,
+without the quantization of their activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from nvfp4_tensor.checkpoints.checkpoint import FP8_CACHE, Checkpoint, is_fp8_cache
+from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
 from nvfp4_tensor.checkpoints.formats.table import Layout, Number, Scheme, TableFormat
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.names import dense_linears
@@ -43,7 +46,7 @@ class CompressedTensors(TableFormat):
         ranks=(2,),
         names=r".*\.weight",
     )
-    config_keys = ("quantization_config", "compression_config")  # the second one is of earlier releases
+    config_keys: ClassVar[tuple[str, ...]] = ("quantization_config", "compression_config")  # the second one is older
     is_static = True
     cache_scales = ("k_scale", "v_scale")
     reserved = (
@@ -55,8 +58,7 @@ class CompressedTensors(TableFormat):
         return _checked(folder / "config.json", super().quantization(folder, config))
 
     def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
-        packed = [name for name in checkpoint.shards.info if name.endswith(".weight_packed")]
-        return {name.removesuffix("_packed"): _scheme(checkpoint, name) for name in packed}
+        return {name: _scheme(checkpoint, f"{name}_packed") for name in packed_weights(checkpoint)}
 
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any]:
         return quantization_config(checkpoint)
@@ -65,41 +67,51 @@ class CompressedTensors(TableFormat):
 FORMAT = CompressedTensors()
 
 
+def packed_weights(checkpoint: FolderCheckpoint) -> list[str]:
+    """Return the names in a model of the weights that are stored packed."""
+    return [name.removesuffix("_packed") for name in checkpoint.shards.info if name.endswith(".weight_packed")]
+
+
 def _checked(file: Path, found: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration if it has groups of NVFP4, and no transform or sparsity."""
     groups = found.get("config_groups")
-    if not isinstance(groups, dict) or not any(_is_nvfp4(group) for group in groups.values()):
+    if not isinstance(groups, dict) or not any(map(group_size, groups.values())):
         raise ValueError(
             f"{file}: expected a config group of 4-bit floats with group_size {BLOCK} ({PACKED}), found {groups}"
         )
-    if found.get("transform_config"):
-        raise ValueError(f"{file}: its transform_config rotates activations, which is not supported")
+    formats = {str(each.get("format") or "") for each in (found, *groups.values())}
+    if others := sorted(each for each in formats if "e5m3" in each):
+        raise ValueError(f"{file}: expected block scales in e4m3 ({PACKED}), found {others[0]}")
     sparsity = (found.get("sparsity_config") or {}).get("format", "dense")
     if sparsity != "dense":
         raise ValueError(f"{file}: expected dense weights, found sparsity {sparsity}")
     return found
 
 
-def _is_nvfp4(group: Mapping[str, Any]) -> bool:
+def group_size(group: Mapping[str, Any]) -> int:
+    """Return the elements of a block if a config group has 4-bit floats: 16 of NVFP4, 32 of MXFP4; otherwise 0."""
     weights = group.get("weights") or {}
-    return (
-        weights.get("num_bits") == 4
-        and weights.get("type") == "float"
-        and weights.get("group_size") == BLOCK
-        and weights.get("strategy") in ("tensor_group", "group")
-    )
+    strategies = {BLOCK: ("tensor_group", "group"), MX_BLOCK: ("group",)}
+    is_fp4 = weights.get("num_bits") == 4 and weights.get("type") == "float"
+    fitting = (size for size, names in strategies.items() if weights.get("strategy") in names)
+    return next((size for size in fitting if is_fp4 and weights.get("group_size") == size), 0)
 
 
 def _scheme(checkpoint: FolderCheckpoint, packed: str) -> Scheme:
-    """Return what the group of a weight says: the one that names its module, or that of all linears."""
+    """Return what the group of a weight says: the one that names its module, or that of all linears.
+
+    Products of MXFP4 weights do not quantize activations, because NVFP4's are others.
+    """
     module = packed.removesuffix(".weight_packed")
-    groups = [group for group in checkpoint.quantization["config_groups"].values() if _is_nvfp4(group)]
+    groups = [group for group in checkpoint.quantization["config_groups"].values() if group_size(group)]
     named = [group for group in groups if is_matched(module, group.get("targets") or [])]
     general = [group for group in groups if "Linear" in (group.get("targets") or [])]
     found = named or general or (groups if len(groups) == 1 else [])
     if not found:
         raise ValueError(f"{checkpoint.path}: tensor {packed} is in no config group of NVFP4 in config.json")
     activations = found[0].get("input_activations") or {}
+    if group_size(found[0]) == MX_BLOCK:
+        return Scheme(scaled=False, group=MX_BLOCK, loses_activations=bool(activations))
     if activations and (activations.get("num_bits"), activations.get("type")) != (4, "float"):
         raise ValueError(
             f"{checkpoint.path}: {module}: expected input_activations of 4-bit floats or none, found "

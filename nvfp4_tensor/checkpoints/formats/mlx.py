@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
-from nvfp4_tensor.checkpoints.formats.mxfp4.folder import WithoutFactors
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
 from nvfp4_tensor.checkpoints.formats.table import Layout, Number, Scheme, TableFormat
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
@@ -63,7 +62,7 @@ class MLX(TableFormat):
             self.layout = dataclasses.replace(self.layout, keys=_KEYS)
 
     def is_own(self, found: Mapping[str, Any]) -> bool:
-        return {"group_size", "bits"} <= set(found)
+        return {"group_size", "bits"} <= set(found) and found.get("quant_method", self.name) == self.name
 
     def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
         info, keys_of, schemes = checkpoint.shards.info, self.layout.keys_of, {}
@@ -80,9 +79,6 @@ class MLX(TableFormat):
         if 0 < len(without) < len(schemes):
             raise ValueError(f"{checkpoint.path}: {some(without)} have no global_scale, but other weights do. {_FIX}")
         return schemes
-
-    def read(self, path: Path) -> FolderCheckpoint:
-        return WithoutFactors(self, path)
 
     def check(self, checkpoint: Checkpoint) -> None:
         super().check(checkpoint)

@@ -25,19 +25,16 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, warn_of_nan
 from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_is_new, fingerprint
-from nvfp4_tensor.checkpoints.io.safetensors import ShardFile, Shards, read_json, write_json
+from nvfp4_tensor.checkpoints.io.safetensors import Plan, ShardFile, Shards, by_size, read_json, write_json
 from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, lost_factors, write_factors
-from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups, without_input_scale
+from nvfp4_tensor.checkpoints.names import warn_of_lost_activations, warn_of_mixed_groups, without_input_scale
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, nan_blocks
-from nvfp4_tensor.checkpoints.understood import check_understood
+from nvfp4_tensor.checkpoints.understood import check_settings, check_understood
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS, ceil_to, scale_tiles, swizzle, unswizzle
 from nvfp4_tensor.quantization.names import joined_with, some
 
 SHARD_BYTES = 4 << 30
 """The approximate size of a shard, if the source has only one."""
-
-Plan: TypeAlias = "dict[str, dict[str, dict[str, Tensor]]]"
-"""The tensors of each parameter of each file, on the meta device."""
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -100,6 +97,7 @@ class Scheme:
         shape, scale_shape: the logical shape, and that of the stored block scales, if the codes do not determine them.
         swizzled: whether block scales are swizzled, if the layout has that order.
         group: the number of elements of a block, 32 for MXFP4.
+        loses_activations: whether activations are quantized otherwise than to NVFP4, which is left out.
     """
 
     activations: bool = False
@@ -110,6 +108,7 @@ class Scheme:
     scale_shape: Shape | None = None
     swizzled: bool = True
     group: int = BLOCK
+    loses_activations: bool = False
 
 
 class TableFormat(Format):
@@ -120,6 +119,7 @@ class TableFormat(Format):
         reserved: suffixes of its own tensors, which no dense tensor may have.
         is_static: whether its readers need input scales for all W4A4 weights.
         config_files, config_keys: where the configuration is, and its names in config.json.
+        unwritable: why it cannot be written, and what to choose instead; "" if it can.
     """
 
     layout: Layout
@@ -127,6 +127,7 @@ class TableFormat(Format):
     is_static: ClassVar[bool] = False
     config_files: ClassVar[str] = "config.json"
     config_keys: ClassVar[tuple[str, ...]] = ("quantization_config",)
+    unwritable: ClassVar[str] = ""
 
     def is_own(self, found: Mapping[str, Any]) -> bool:
         """Return whether a configuration is of this format."""
@@ -158,6 +159,7 @@ class TableFormat(Format):
             )
         for key in self.config_keys:
             config.pop(key, None)
+        check_settings(folder / self.config_files, found)
         return found
 
     @abc.abstractmethod
@@ -176,6 +178,7 @@ class TableFormat(Format):
         parts = {key for each in keys.values() for key in each.values()}
         entries = {name: entry for name, entry in entries_of(checkpoint.shards).items() if name not in parts}
         entries |= {name: self._entry(checkpoint, keys[name], scheme) for name, scheme in schemes.items()}
+        warn_of_lost_activations(checkpoint.path, [name for name, each in schemes.items() if each.loses_activations])
         if self.is_static and (missing := without_input_scale(entries)):
             raise ValueError(
                 f"{checkpoint.path}: tensor {keys[missing[0]]['input_scale']} is missing: "
@@ -191,16 +194,20 @@ class TableFormat(Format):
             place = checkpoint.path if codes is None else codes.file
             raise ValueError(f"{place}: tensor {owner}: expected {wanted}, found {codes or 'none'}")
         shape = scheme.shape or (*codes.shape[:-1], codes.shape[-1] * per_word)
+        if shape[-1] % scheme.group and layout.row_multiple == 1:
+            wanted = f"columns in multiples of {scheme.group}"
+            raise ValueError(f"{codes.file}: tensor {owner}: expected {wanted}, found {codes}")
         scale_shape = scheme.scale_shape or (*shape[:-1], shape[-1] // scheme.group)
         if layout.swizzled is not None and scheme.swizzled:
             scale_shape = layout.swizzled(shape)
             if len(shape) == 3 and shape[1] % TILE_ROWS:
                 wanted = f"experts with rows in multiples of {TILE_ROWS}"
                 raise ValueError(f"{codes.file}: tensor {owner}: expected {wanted}, found {codes}")
-        checkpoint.expect(keys["scale"], layout.scale, scale_shape, owner)
+        is_mx = scheme.group == MX_BLOCK
+        checkpoint.expect(keys["scale"], torch.uint8 if is_mx else layout.scale, scale_shape, owner)
         experts = shape[:1] if len(shape) == 3 else ()
         factor = self._number(checkpoint, keys, "per_tensor_scale", scheme.scaled, experts)
-        has_own = scheme.group == MX_BLOCK or (layout.experts is not None and bool(factor))
+        has_own = is_mx or (layout.experts is not None and bool(factor))
         static = self._number(checkpoint, keys, "input_scale", scheme.static) if scheme.activations else None
         return Entry(
             shape=shape,
@@ -209,6 +216,7 @@ class TableFormat(Format):
             quantizes_activations=scheme.activations,
             has_input_scale=static is not None,
             scales=(*experts, 1) if experts and has_own else (),
+            group=scheme.group,
             shard=codes.file.name,
         )
 
@@ -235,7 +243,7 @@ class TableFormat(Format):
         layout, keys = self.layout, self.layout.keys_of(name)
         codes, scale = tensors[keys["qdata"]].view(torch.uint8), tensors[keys["scale"]]
         *leading, columns = entry.shape
-        if layout.scale == torch.uint8 and scale.shape[-1] * MX_BLOCK == columns:
+        if entry.group == MX_BLOCK:
             return parts_of_mxfp4(codes, scale)
         blocks, rows = ceil_to(columns, BLOCK) // BLOCK, math.prod(leading)
         if layout.row_multiple > 1:
@@ -365,6 +373,8 @@ class TableFormat(Format):
             shard_bytes: the maximum size of a file. By default, the files are those of the source if it has several,
                 and have 4 GiB otherwise.
         """
+        if self.unwritable:
+            raise ValueError(self.unwritable)
         if options:
             renamed = {
                 "to": "checkpoints.save calls it format",
@@ -394,7 +404,7 @@ class TableFormat(Format):
                 tensors_of[name] = self.encode(name, entries[name].meta(), entries[name])
         sources = {str(entry.shard) for entry in entries.values()}
         if shard_bytes is not None or len(sources) < 2 or not all(each.endswith(".safetensors") for each in sources):
-            return _by_size(tensors_of, SHARD_BYTES if shard_bytes is None else shard_bytes)
+            return by_size(tensors_of, SHARD_BYTES if shard_bytes is None else shard_bytes)
         plan: Plan = {source: {} for source in sorted(sources)}
         for name, tensors in tensors_of.items():
             plan[str(entries[name].shard)][name] = tensors
@@ -452,22 +462,6 @@ class TableFormat(Format):
             write_json(state.folder / name, value)
         write_factors(state.folder / SIDECAR, state.factors)
         warn_of_nan(state.with_nan)
-
-
-def _by_size(tensors_of: Mapping[str, dict[str, Tensor]], shard_bytes: int) -> Plan:
-    """Fill files up to ``shard_bytes``, in the order of the entries."""
-    shards: list[dict[str, dict[str, Tensor]]] = [{}]
-    size = 0
-    for name, tensors in tensors_of.items():
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        if shards[-1] and size + nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensors
-        size += nbytes
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
 def entries_of(shards: Shards) -> dict[str, Entry]:

@@ -18,6 +18,7 @@ from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json, read_jso
 from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, read_factors, sidecars_of, with_factors
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales
 from nvfp4_tensor.checkpoints.understood import check_understood
+from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.names import natural, some
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class FolderCheckpoint(Checkpoint):
         return self.decoded(name, self.shards)
 
     def per_tensor_scale(self, name: str) -> Tensor:
+        if self.quantized_entry(name).group != BLOCK:  # it follows from the block scales and codes of MXFP4
+            return self.linear(name).per_tensor_scale
         return self.decoded(name, _WithoutBytes(self.shards)).per_tensor_scale
 
     def decoded(self, name: str, tensors: Mapping[str, Tensor]) -> LinearParts:

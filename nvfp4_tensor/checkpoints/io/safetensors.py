@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +33,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 CHUNK = 32 << 20
 """Bytes of a tensor that are read, quantized or copied at a time."""
+
+
+Plan: TypeAlias = "dict[str, dict[str, dict[str, Tensor]]]"
+"""The tensors of each parameter of each file, on the meta device."""
 
 
 class TensorInfo(NamedTuple):
@@ -275,6 +279,22 @@ class ShardFile:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def by_size(tensors_of: Mapping[str, dict[str, Tensor]], shard_bytes: int) -> Plan:
+    """Fill files up to ``shard_bytes``, in the order of the entries."""
+    shards: list[dict[str, dict[str, Tensor]]] = [{}]
+    size = 0
+    for name, tensors in tensors_of.items():
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if shards[-1] and size + nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensors
+        size += nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
 def read_json(file: Path) -> dict[str, Any]:

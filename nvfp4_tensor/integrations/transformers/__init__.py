@@ -25,7 +25,7 @@ import nvfp4_tensor._compat.transformers_import  # noqa: F401
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 
 from nvfp4_tensor.generation.step import decode_natively
-from nvfp4_tensor.integrations.transformers.compressed_tensors import read_compressed_tensors
+from nvfp4_tensor.integrations.transformers.compressed_tensors import UNREAD, read_compressed_tensors, read_natively
 from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, ModelOptConfig, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer, attach_quantizer
 from nvfp4_tensor.integrations.transformers.hf_quant_config import config_of, read_hf_quant_config
@@ -50,6 +50,8 @@ __all__ = [
 
 register_quantization_config(METHOD)(NVFP4TensorConfig)
 register_quantizer(METHOD)(WhileLoadingQuantizer)
+for method in UNREAD:
+    read_natively(method)
 if "modelopt" in AUTO_QUANTIZER_MAPPING:
     warnings.warn(
         f"transformers {transformers.__version__} already reads ModelOpt's checkpoints, and its reader is kept: use "

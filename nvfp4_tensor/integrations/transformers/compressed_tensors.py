@@ -1,19 +1,22 @@
-"""Load compressed-tensors' NVFP4 checkpoints with NVFP4 weights instead of decompressed ones. Opt-in."""
+"""Load NVFP4 and MXFP4 checkpoints of compressed-tensors and AutoRound with NVFP4 weights. Opt-in.
+
+transformers decompresses the former at the first call, and needs the package auto-round for the latter: without it,
+they are ours from the start.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
-from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
-from transformers.utils.quantization_config import CompressedTensorsConfig, QuantizationConfigMixin
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from nvfp4_tensor.checkpoints.formats import compressed_tensors
+from nvfp4_tensor.checkpoints.formats import auto_round, compressed_tensors
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer
-
-METHOD = "compressed-tensors"
 
 
 class CompressedTensorsNVFP4Config(CheckpointConfig):
@@ -23,37 +26,68 @@ class CompressedTensorsNVFP4Config(CheckpointConfig):
     tensor_names = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
 
 
-def read_compressed_tensors(natively: bool = True) -> None:
-    """Load compressed-tensors' NVFP4 checkpoints as NVFP4, instead of decompressing them at the first call.
+class AutoRoundNVFP4Config(CompressedTensorsNVFP4Config):
+    """The quantization_config of a checkpoint of AutoRound."""
 
-    This replaces transformers' reader for checkpoints in which every group is NVFP4; other checkpoints still use it.
-    ``natively=False`` restores it. The package compressed-tensors is not needed.
+    checkpoint_format = auto_round.FORMAT
+
+
+def is_fp4(config: Mapping[str, Any]) -> bool:
+    """Return whether every group of compressed-tensors' quantization_config has NVFP4 or MXFP4 weights."""
+    groups = list((config.get("config_groups") or {}).values())
+    return bool(groups) and all(map(compressed_tensors.group_size, groups))
+
+
+OURS: dict[str, tuple[type[CheckpointConfig], Callable[[Mapping[str, Any]], bool]]] = {
+    "compressed-tensors": (CompressedTensorsNVFP4Config, is_fp4),
+    "auto-round": (AutoRoundNVFP4Config, auto_round.is_fp4),
+}
+"""By quant_method: our config, and whether a quantization_config is of a kind that it reads."""
+
+UNREAD = tuple(method for method in ("auto-round",) if importlib.util.find_spec("auto_round") is None)
+"""The methods of :data:`OURS` that transformers cannot load here."""
+
+_THEIRS: dict[str, tuple[Any, Any]] = {
+    method: (AUTO_QUANTIZATION_CONFIG_MAPPING[method], AUTO_QUANTIZER_MAPPING[method]) for method in OURS
+}
+
+
+def read_compressed_tensors(natively: bool = True) -> None:
+    """Load compressed-tensors' NVFP4 and MXFP4 checkpoints as NVFP4, instead of decompressing them at the first call.
+
+    This replaces transformers' reader for checkpoints in which every group is NVFP4 or MXFP4, and for those of
+    AutoRound; other checkpoints still use it. ``natively=False`` restores it. The packages compressed-tensors and
+    auto-round are not needed.
 
     Example::
 
         nvfp4.read_compressed_tensors()
         model = AutoModelForCausalLM.from_pretrained("RedHatAI/Llama-3.1-8B-Instruct-NVFP4")
     """
-    AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = _Config if natively else CompressedTensorsConfig
-    AUTO_QUANTIZER_MAPPING[METHOD] = _quantizer if natively else CompressedTensorsHfQuantizer  # type: ignore[assignment]
+    for method in OURS:
+        read_natively(method, natively or method in UNREAD)
 
 
-class _Config(CompressedTensorsConfig):
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> QuantizationConfigMixin:
-        config = CompressedTensorsNVFP4Config if is_nvfp4(config_dict) else CompressedTensorsConfig
-        return config.from_dict(config_dict, *args, **kwargs)
+def read_natively(method: str, natively: bool = True) -> None:
+    """Load checkpoints of a quant_method of :data:`OURS` as NVFP4 where we read their kind, or as transformers does."""
+    config, quantizer = _THEIRS[method]
+    if natively:
+        config, quantizer = _dispatching(method)
+    AUTO_QUANTIZATION_CONFIG_MAPPING[method], AUTO_QUANTIZER_MAPPING[method] = config, quantizer
 
 
-def _quantizer(config: QuantizationConfigMixin, **kwargs: Any) -> HfQuantizer:
-    if isinstance(config, CompressedTensorsNVFP4Config):
-        return CheckpointQuantizer(config, **kwargs)
-    return CompressedTensorsHfQuantizer(config, **kwargs)  # type: ignore[arg-type]
+def _dispatching(method: str) -> tuple[Any, Any]:
+    """Return a config class and a quantizer that are ours or theirs by what a quantization_config says."""
+    own, is_own = OURS[method]
+    config, quantizer = _THEIRS[method]
 
+    class Config(config):  # type: ignore[valid-type, misc]
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> QuantizationConfigMixin:
+            chosen = own if is_own(config_dict) else config
+            return chosen.from_dict(config_dict, *args, **kwargs)
 
-def is_nvfp4(config: dict[str, Any]) -> bool:
-    """Return whether every group of a quantization_config has NVFP4 weights."""
-    groups = (config.get("config_groups") or {}).values()
-    weights = [(group.get("weights") or {}) for group in groups]
-    kinds = {(each.get("num_bits"), each.get("type"), each.get("group_size")) for each in weights}
-    return kinds == {(4, "float", 16)}
+    def choose(found: QuantizationConfigMixin, **kwargs: Any) -> HfQuantizer:
+        return CheckpointQuantizer(found, **kwargs) if isinstance(found, own) else quantizer(found, **kwargs)
+
+    return Config, choose

@@ -6,13 +6,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NoReturn
-
 import torch
-from torch import Tensor
 
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
 from nvfp4_tensor.checkpoints.formats.table import Layout, Scheme, TableFormat
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
@@ -23,6 +18,7 @@ class MXFP4(TableFormat):
 
     name = "mxfp4"
     layout = Layout(keys={"qdata": "{name}_blocks", "scale": "{name}_scales"}, scale=torch.uint8)
+    unwritable = "MXFP4 cannot be written, because the scales of NVFP4 are not powers of two: choose another format"
 
     def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
         schemes = {}
@@ -37,21 +33,5 @@ class MXFP4(TableFormat):
             schemes[name.removesuffix("_blocks")] = Scheme(shape=shape, group=MX_BLOCK)
         return schemes
 
-    def read(self, path: Path) -> FolderCheckpoint:
-        return WithoutFactors(self, path)
-
-    def write(self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, **options: Any) -> NoReturn:
-        """Raise a ValueError, because the scales of NVFP4 are not powers of two."""
-        raise ValueError(
-            "MXFP4 cannot be written, because the scales of NVFP4 are not powers of two: choose another format"
-        )
-
 
 FORMAT = MXFP4()
-
-
-class WithoutFactors(FolderCheckpoint):
-    """A folder with weights whose per-tensor scale follows from their block scales and codes."""
-
-    def per_tensor_scale(self, name: str) -> Tensor:
-        return self.linear(name).per_tensor_scale
