@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, read
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
+from nvfp4_tensor.checkpoints.understood import has_pre_scale, pre_scale_of
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX
 
 _ELEMENTS = 1 << 24
@@ -137,8 +138,8 @@ def _largest(count: int, blocks: list[Block]) -> list[Block]:
 def _compared(name: str, a: Checkpoint, b: Checkpoint, worst: int) -> tuple[Layer, _Sums]:
     entry, kinds = b.entries[name], (a.entries[name].kind, b.entries[name].kind)
     parts = b.linear(name) if entry.quantized else None
-    sums, first = _Sums(), 0
-    others = _rows(b, name) if parts is None else _decoded_rows(parts)
+    sums, first, scale = _Sums(), 0, _pre_scale(b, name)
+    others = _rows(b, name) if parts is None else _decoded_rows(parts, scale)
     for (x, _), (y, limit) in zip(_rows(a, name), others, strict=True):
         bad = ~(x.isfinite() & y.isfinite())
         if bad.any():
@@ -149,7 +150,7 @@ def _compared(name: str, a: Checkpoint, b: Checkpoint, worst: int) -> tuple[Laye
         sums.signal += x.square().sum(dtype=torch.float64).item()
         sums.largest = max(sums.largest, difference.abs().amax().item())
         if limit is not None:
-            sums.clipped += int((_blocks(x).abs() > limit.unsqueeze(-1)).sum())
+            sums.clipped += int((_blocks(x / scale).abs() > limit.unsqueeze(-1)).sum())
         if worst and sums.error and "NVFP4" in kinds:
             sums.worst = _largest(worst, [*sums.worst, *_worst_blocks(name, x, difference, first, worst)])
         first += len(x)
@@ -180,14 +181,24 @@ def _rows(checkpoint: Checkpoint, name: str) -> Iterator[tuple[Tensor, Tensor | 
     """Yield chunks of rows of a weight, float32 (rows, columns), with leading dimensions flattened."""
     entry = checkpoint.entries[name]
     if entry.quantized:
-        yield from _decoded_rows(checkpoint.linear(name))
+        yield from _decoded_rows(checkpoint.linear(name), _pre_scale(checkpoint, name))
     elif entry.numbers:
         for chunk in checkpoint.chunks(name, _step(entry.shape[-1] if entry.shape else 1)):
             yield chunk.float(), None
 
 
-def _decoded_rows(parts: LinearParts) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield chunks of decoded rows of a quantized weight, with the largest value that each block can represent."""
+def _pre_scale(checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return what AWQ multiplies the inputs of a weight by, and thus its columns, float32 (K,); else 1."""
+    if has_pre_scale(name, checkpoint.entries):
+        return checkpoint.dense(pre_scale_of(name)).float().reshape(-1)
+    return torch.ones((), dtype=torch.float32)
+
+
+def _decoded_rows(parts: LinearParts, pre_scale: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yield chunks of decoded rows of a quantized weight, with the largest value that each block can represent.
+
+    pre_scale: of columns, which the largest values do not have.
+    """
     qdata, scale, factors = parts.qdata.flatten(0, -2), parts.scale.flatten(0, -2), parts.per_tensor_scale
     if factors.dim() == 2:  # one per expert
         factors = factors.expand(parts.shape[:2]).reshape(-1)
@@ -196,4 +207,4 @@ def _decoded_rows(parts: LinearParts) -> Iterator[tuple[Tensor, Tensor | None]]:
     for codes, blocks, factor in rows:
         some = LinearParts(qdata=codes, scale=blocks, per_tensor_scale=factor, columns=parts.columns)
         limit = E2M1_MAX * blocks.float() * factor.unsqueeze(-1)
-        yield tensor_of(some, torch.float32).dequantize(), limit
+        yield tensor_of(some, torch.float32).dequantize() * pre_scale, limit

@@ -11,6 +11,7 @@ import torch
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES, JOINED_AS
 from nvfp4_tensor.checkpoints.checkpoint import Entry
+from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.names import some
 
 _CODES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32)
@@ -48,14 +49,42 @@ def check_settings(file: Path, settings: Mapping[str, Any]) -> None:
                 )
 
 
-def check_understood(entries: Mapping[str, Entry], path: Path | None) -> None:
+def pre_scale_of(name: str) -> str:
+    """Return the name of the scale of the inputs of a weight, which is ModelOpt's for AWQ."""
+    return f"{name.removesuffix('weight')}{PRE_SCALE}"
+
+
+def has_pre_scale(name: str, entries: Mapping[str, Entry]) -> bool:
+    """Return whether a weight is NVFP4, and has a scale of its inputs."""
+    return entries[name].quantized and name.endswith("weight") and pre_scale_of(name) in entries
+
+
+def check_no_pre_scales(entries: Mapping[str, Entry], format: str) -> None:
+    """Raise a ValueError if a weight has a scale of its inputs, for a format that has no place for them."""
+    if scaled := [pre_scale_of(name) for name in entries if has_pre_scale(name, entries)]:
+        raise ValueError(
+            f"{format} has no place for {some(scaled)}, which multiply the inputs of weights (AWQ): choose modelopt, "
+            "or quantize the dense model"
+        )
+
+
+def check_understood(entries: Mapping[str, Entry], path: Path | None, pre_scales: bool = False) -> None:
     """Raise a ValueError if entries that are not quantized belong to a quantization that the reader does not know.
 
     Such are weights in codes (FP8, integers), and tensors that rescale or permute a weight, whose values would be used
     without. A linear in NVFP4 has nothing but its own tensors, a bias, and scales of a key-value cache.
 
     path: where the entries are, None for a model in memory.
+    pre_scales: whether a linear in NVFP4 may have a scale of its inputs too.
     """
+    known = {pre_scale_of(name) for name in entries if pre_scales and has_pre_scale(name, entries)}
+    for name in known:
+        shape, wanted = entries[name].shape, entries[f"{name.removesuffix(PRE_SCALE)}weight"].shape[-1:]
+        if shape not in (wanted, (1, *wanted)) or not entries[name].dtype.is_floating_point:
+            raise ValueError(
+                f"{_file(path, entries[name])}: tensor {name}: expected floats {list(wanted)}, found "
+                f"{entries[name].kind} {list(shape)}"
+            )
     coded = [name for name, entry in entries.items() if not entry.quantized and _is_coded(name, entry)]
     if coded:
         found = some([f"{name} ({entries[name].kind})" for name in coded])
@@ -63,7 +92,11 @@ def check_understood(entries: Mapping[str, Entry], path: Path | None) -> None:
             f"{_file(path, entries[coded[0]])}: {found} are weights of another quantization than NVFP4, which is not "
             f"supported. {_FIX}"
         )
-    foreign = [name for name, entry in entries.items() if not entry.quantized and _is_foreign(name, entries)]
+    foreign = [
+        name
+        for name, entry in entries.items()
+        if not entry.quantized and name not in known and _is_foreign(name, entries)
+    ]
     if foreign:
         raise ValueError(
             f"{_file(path, entries[foreign[0]])}: {some(foreign)} change the meaning of a weight in a way that is not "

@@ -18,11 +18,12 @@ __all__ = ["Activation", "Attention", "Block", "FeedForward", "Linear", "Mixture
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """x (B, K) @ weight (N, K)^T + bias (N,)."""
+    """x (B, K) @ weight (N, K)^T + bias (N,), with x times input_scale (K,) if there is one."""
 
     name: str
     weight: Tensor
     bias: Tensor | None
+    input_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ from nvfp4_tensor.generation.architectures import (
     Rotary,
 )
 from nvfp4_tensor.generation.model_state import CHANGING
+from nvfp4_tensor.quantization.linear import PRE_SCALE
 
 
 def _no_window(config: Any, index: int) -> int:
@@ -323,7 +324,7 @@ class _Reader:
 def _linear(name: str, module: Any) -> Linear:
     if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
         raise ValueError(f"{name} is a {type(module).__name__}, whose forward decode_natively would not call")
-    return Linear(name, module.weight, module.bias)
+    return Linear(name, module.weight, module.bias, module._buffers.get(PRE_SCALE))
 
 
 def _activation(name: str, module: Any) -> Activation:

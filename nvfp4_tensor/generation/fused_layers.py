@@ -123,7 +123,8 @@ def _is_llama(block: Block) -> bool:
 def _is_weight_only(linear: Linear) -> bool:
     weight = linear.weight
     return (
-        type(weight) is NVFP4Tensor
+        linear.input_scale is None
+        and type(weight) is NVFP4Tensor
         and weight.activation_spec is None
         and not weight.transposed
         and weight.spec.hadamard_sign is None

@@ -27,6 +27,7 @@ from nvfp4_tensor.generation.model_state import ModelState, check_known, check_m
 from nvfp4_tensor.generation.prompt import ShortPrompts, fits, make_room, read
 from nvfp4_tensor.generation.ring import Place
 from nvfp4_tensor.generation.token_step import Rotation, TokenStep
+from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _REQUESTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -42,7 +43,8 @@ class Plan:
         reason: why a model of a known family takes its own forward, None for other models.
 
     Args:
-        by_operators: on a CPU too, run the operators of a graph one by one. Otherwise all layers are one there.
+        by_operators: on a CPU too, run the operators of a graph one by one. Otherwise all layers are one there, unless
+            a linear scales its inputs.
 
     Raises:
         ValueError: neither is possible. The message has the reason.
@@ -60,10 +62,11 @@ class Plan:
         if self.device.type == "cpu" and not by_operators:
             _check_family(model)
             self.description = _describe(model, modules)
-            self._layers = CpuLayers(self.description)
+            if not _scales_inputs(modules):
+                self._layers = CpuLayers(self.description)
         else:
             check_modules(modules, (model,), patched=True)
-        if self._layers is None and family_of(model) is not None:
+        if self.description is None and family_of(model) is not None:
             try:
                 self.description = _describe(model, modules)
             except (ValueError, AttributeError) as error:  # AttributeError: a module of another class
@@ -264,6 +267,11 @@ def _describe(model: Any, modules: dict[str, nn.Module]) -> Model:
     if description.norm.weight.dtype != description.embedding.dtype:
         raise ValueError("the native step needs an embedding of the model's dtype")
     return description
+
+
+def _scales_inputs(modules: dict[str, nn.Module]) -> bool:
+    """Return whether a linear multiplies its inputs by a scale, which only the operators of a graph do."""
+    return any(PRE_SCALE in each._buffers for each in modules.values())
 
 
 def _check_layers(inner: Any) -> None:

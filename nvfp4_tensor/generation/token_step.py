@@ -11,6 +11,7 @@ activation; down. All blocks of a Llama for one text are a single kernel (``fuse
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from transformers.integrations import moe
 from nvfp4_tensor.generation.architectures import Attention, Block, FeedForward, Linear, Mixture, Model, Norm
 from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, Place
 from nvfp4_tensor.numerics.layout import TILE_ROWS
+from nvfp4_tensor.quantization.linear import pre_scaled
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 Rotation = tuple[Tensor, Tensor]
@@ -179,7 +181,7 @@ def norm_project(
         activation: outputs are gate and up, and those returned are (B, N): ``activation(gate) * up``. -1: none.
     """
     halves = _halves(linears) if activation >= 0 else linears
-    if norm is not None and halves is not None and all(_is_weight_only(each.weight) for each in halves):
+    if norm is not None and halves is not None and all(map(_is_plain, (*linears, *halves))):
         return functools.partial(_norm_linears, norm, *_parts(halves), activation)
     products = project(linears)
 
@@ -210,8 +212,12 @@ def _norm_linears(
 def project(linears: Sequence[Linear]) -> Callable[[Tensor], Tensor]:
     """Return a function from x (B, K) to the outputs (B, sum of N) of linears that share x.
 
-    Weight-only NVFP4 weights take one operator. Others (dense, W4A4, transformed) take torch's linear each.
+    Weight-only NVFP4 weights take one operator. Others (dense, W4A4, transformed) take torch's linear each, and those
+    that scale their inputs take operators of their own.
     """
+    if any(each.input_scale is not None for each in linears):
+        products = [(project((dataclasses.replace(each, input_scale=None),)), each.input_scale) for each in linears]
+        return lambda x: torch.cat([product(pre_scaled(x, scale)) for product, scale in products], -1)
     if all(_is_weight_only(each.weight) for each in linears):
         parts, biases = _parts(linears)
         return lambda x: torch.ops.nvfp4.linears(x, *parts, biases)
@@ -242,6 +248,10 @@ def _products(weights: Sequence[Tensor], x: Tensor) -> Tensor:
     for weight, part in zip(weights, y.split(sizes, -1), strict=True):
         torch.mm(x, weight.detach().mT, out=part)
     return y
+
+
+def _is_plain(linear: Linear) -> bool:
+    return linear.input_scale is None and _is_weight_only(linear.weight)
 
 
 def _is_weight_only(weight: Tensor) -> bool:

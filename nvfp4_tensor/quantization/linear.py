@@ -20,14 +20,22 @@ from nvfp4_tensor.quantization.observer import ObservedLinear
 from nvfp4_tensor.quantization.trained import dense_linear
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
+PRE_SCALE = "pre_quant_scale"
+"""The name of the buffer (K,) of a linear that multiplies its inputs, as ModelOpt's AWQ does."""
+
 
 @functools.partial(pin, loadable=False)
 class NVFP4Linear(nn.Linear):
-    """An nn.Linear with an NVFP4 weight. It computes the same, in less time on the host, and has another repr."""
+    """An nn.Linear with an NVFP4 weight. It computes the same, in less time on the host, and has another repr.
+
+    If it has a buffer ``pre_quant_scale`` (K,), its inputs are multiplied by it first.
+    """
 
     __prepare_scriptable__ = refuse_export
 
     def forward(self, input: Tensor) -> Tensor:
+        if PRE_SCALE in self._buffers:
+            input = pre_scaled(input, self._buffers[PRE_SCALE])
         return linear_of_module(self, input)
 
     def train(self, mode: bool = True) -> NVFP4Linear:
@@ -43,7 +51,20 @@ class NVFP4Linear(nn.Linear):
     def extra_repr(self) -> str:
         weight = getattr(self.weight, "_local_tensor", self.weight)  # the local shard of a DTensor
         kind = f"NVFP4 ({weight.describe()})" if isinstance(weight, NVFP4Tensor) else f"dense {weight.dtype}"
-        return f"{super().extra_repr()}, weight={kind}"
+        scaled = f", inputs times {PRE_SCALE}" if PRE_SCALE in self._buffers else ""
+        return f"{super().extra_repr()}, weight={kind}{scaled}"
+
+
+def pre_scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return x (..., K) times a scale (K,), in the dtype of x; x itself without a scale."""
+    return x if scale is None else x * scale.to(x.dtype)
+
+
+def set_pre_scale(linear: nn.Module, scale: Tensor | None) -> None:
+    """Set, or with None remove, the scale (K,) that multiplies the inputs of a linear."""
+    linear._buffers.pop(PRE_SCALE, None)
+    if scale is not None:
+        linear.register_buffer(PRE_SCALE, scale)
 
 
 def set_weight(linear: nn.Module, weight: NVFP4Tensor | nn.Parameter) -> None:
@@ -63,6 +84,11 @@ def quantizable(module: nn.Module) -> nn.Linear:
         raise ValueError(
             f'{module} is prepared, and its observations would be lost: finish with NVFP4Config(step="convert"), '
             "or undo the step with stop_observing() of each ObservedLinear"
+        )
+    if PRE_SCALE in module._buffers:
+        raise ValueError(
+            f"{module} multiplies its inputs by {PRE_SCALE} (AWQ), which a new weight would have to be divided by: "
+            "start from the dense model, or call dequantize() of the model that from_pretrained returned"
         )
     if isinstance(weight, NVFP4Tensor):
         codes = "quantize_(model, NVFP4WeightOnlyConfig()) takes the codes that it trained, or " * weight.requires_grad

@@ -1,11 +1,12 @@
 """NVIDIA ModelOpt's format of a Hugging Face folder, which vLLM, SGLang and TensorRT-LLM read.
 
-====================  ==================================================================
+====================  ============================================================================================
 ``weight``            uint8 (N, K / 2), the even element in the low nibble
 ``weight_scale``      float8_e4m3fn (N, K / 16), in the order of the weight
 ``weight_scale_2``    float32 0-d, amax / 2688, a factor
 ``input_scale``       float32 0-d, the activation's amax / 2688; W4A4 only
-====================  ==================================================================
+``pre_quant_scale``   floats (K,), by which inputs are multiplied first; with NVFP4_AWQ only, and not for all linears
+====================  ============================================================================================
 
 A parameter with another name than ``weight`` (``gate_up_proj`` of experts) is stored as ``gate_up_proj``,
 ``gate_up_proj_weight_scale`` and so on. The experts of Llama 4 and gpt-oss, whose models multiply by (E, K, N), are
@@ -30,6 +31,7 @@ from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import read_json
 from nvfp4_tensor.checkpoints.names import dense_linears
 from nvfp4_tensor.checkpoints.parts import LinearParts
+from nvfp4_tensor.checkpoints.understood import has_pre_scale
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.names import some
 
@@ -37,8 +39,9 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 LAYOUT_VERSION = "0.47.0"
 """The release of ModelOpt that defines this format."""
 
-ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}
-"""The algorithms that are supported, and whether each quantizes activations."""
+AWQ = "NVFP4_AWQ"
+ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False, AWQ: True}
+"""The algorithms that are supported, and whether each quantizes activations; AWQ does if there are input scales."""
 
 LAYOUT = Layout(
     keys={
@@ -60,6 +63,7 @@ class ModelOpt(TableFormat):
     config_files = f"{HF_QUANT_CONFIG} or config.json"
     is_static = True
     holds_experts = True
+    has_pre_scales = True
     cache_scales = ("k_proj.k_scale", "v_proj.v_scale")
     reserved = (".weight_scale", ".weight_scale_2")
 
@@ -170,13 +174,15 @@ def _quantizes_activations(checkpoint: FolderCheckpoint, name: str) -> bool:
     # NVFP4 without a group that quantizes activations is weight-only, for servers too.
     if algorithm == "NVFP4" and groups and all(not group.get("input_activations") for group in groups.values()):
         return False
-    return ALGORITHMS[algorithm]
+    return ALGORITHMS[algorithm] and (algorithm != AWQ or keys_of(name)["input_scale"] in checkpoint.shards.info)
 
 
 def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return quant_algo, group_size and, if linears differ, quantized_layers."""
     entries = {name.removesuffix(".weight"): entry for name, entry in checkpoint.entries.items() if entry.quantized}
     algorithms = {name: "NVFP4" if each.quantizes_activations else "W4A16_NVFP4" for name, each in entries.items()}
+    if any(has_pre_scale(name, checkpoint.entries) for name in checkpoint.entries):
+        return {"quant_algo": AWQ, "group_size": BLOCK, "has_zero_point": False, "pre_quant_scale": True}
     if len(set(algorithms.values())) < 2:
         return {"quant_algo": next(iter(algorithms.values()), "W4A16_NVFP4"), "group_size": BLOCK}
     layers = {name: {"quant_algo": algorithm, "group_size": BLOCK} for name, algorithm in algorithms.items()}

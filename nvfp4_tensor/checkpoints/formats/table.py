@@ -29,7 +29,7 @@ from nvfp4_tensor.checkpoints.io.safetensors import Plan, ShardFile, Shards, by_
 from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.names import warn_of_lost_activations, warn_of_mixed_groups, without_input_scale
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, nan_blocks
-from nvfp4_tensor.checkpoints.understood import check_settings, check_understood
+from nvfp4_tensor.checkpoints.understood import check_no_pre_scales, check_settings, check_understood
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS, ceil_to, scale_tiles, swizzle, unswizzle
 from nvfp4_tensor.quantization.names import joined_with, some
 
@@ -119,6 +119,7 @@ class TableFormat(Format):
         reserved: suffixes of its own tensors, which no dense tensor may have.
         is_static: whether its readers need input scales for all W4A4 weights.
         config_files, config_keys: where the configuration is, and its names in config.json.
+        has_pre_scales: whether a weight may have a scale of its inputs (AWQ), as :func:`pre_scale_of` names it.
         unwritable: why it cannot be written, and what to choose instead; "" if it can.
     """
 
@@ -127,6 +128,7 @@ class TableFormat(Format):
     is_static: ClassVar[bool] = False
     config_files: ClassVar[str] = "config.json"
     config_keys: ClassVar[tuple[str, ...]] = ("quantization_config",)
+    has_pre_scales: ClassVar[bool] = False
     unwritable: ClassVar[str] = ""
 
     def is_own(self, found: Mapping[str, Any]) -> bool:
@@ -323,6 +325,8 @@ class TableFormat(Format):
         """Raise a ValueError with the names of tensors that this format cannot store."""
         layout = self.layout
         quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
+        if not self.has_pre_scales:
+            check_no_pre_scales(checkpoint.entries, self.name)
         many = [name for name, entry in quantized.items() if entry.scales and len(entry.shape) == 2]
         if many and "per_tensor_scale" in layout.keys:
             raise ValueError(
@@ -385,7 +389,7 @@ class TableFormat(Format):
         path = Path(path)
         self.check_names(checkpoint)
         self.check(checkpoint)
-        check_understood(checkpoint.entries, checkpoint.path)
+        check_understood(checkpoint.entries, checkpoint.path, self.has_pre_scales)
         check_is_new(path, checkpoint)
         plan = self._plan(checkpoint, shard_bytes)
         with ResumableFolder(path, fingerprint(self.name, checkpoint, shard_bytes)) as state:

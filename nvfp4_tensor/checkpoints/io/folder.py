@@ -46,7 +46,7 @@ class FolderCheckpoint(Checkpoint):
             self.config.pop("quantization_config", None)
             self.cache = self.quantization.get("kv_cache_quant_algo") or self.quantization.get("kv_cache_scheme")
             entries = {name: e for name, e in format.entries(self).items() if not is_mask(name, e.shape)}
-            check_understood(entries, path)
+            check_understood(entries, path, format.has_pre_scales)
         except (AttributeError, IndexError, KeyError, TypeError) as error:  # JSON values of unexpected types
             raise ValueError(f"{path}: the configuration of {format.name} is invalid: {error!r}") from error
         order = {file.name: i for i, file in enumerate(self.shards.files)}

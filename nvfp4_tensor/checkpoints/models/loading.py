@@ -14,13 +14,21 @@ from tqdm import tqdm
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, read
 from nvfp4_tensor.checkpoints.models.hf_names import names_in_model
-from nvfp4_tensor.checkpoints.models.origins import Origin, gather, origin_of, shape_of
+from nvfp4_tensor.checkpoints.models.origins import (
+    Origin,
+    gather,
+    origin_of,
+    pre_scales_of,
+    read_pre_scale,
+    shape_of,
+)
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.quantization import NVFP4Linear
 from nvfp4_tensor.quantization.conv1d import as_linear, is_conv1d, is_linear, was_conv1d
 from nvfp4_tensor.quantization.experts import is_transposed
+from nvfp4_tensor.quantization.linear import PRE_SCALE, set_pre_scale
 from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -77,10 +85,10 @@ def load(
         plan = _plan(slots, checkpoint, strict, names_in_model(model, checkpoint.entries))
         loaded = {}
         for name, origin in tqdm(plan.items(), desc=f"loading {Path(path).name}", unit="tensor", disable=not progress):
-            loaded[name] = _read(slots[name], origin, checkpoint)
+            loaded[name] = (*_read(slots[name], origin, checkpoint), read_pre_scale(origin, checkpoint))
         checkpoint.check_unchanged()
-    for name, (tensor, origin) in loaded.items():
-        _assign(slots[name], tensor, origin)
+    for name, (tensor, origin, scale) in loaded.items():
+        _assign(slots[name], tensor, origin, scale)
     return model
 
 
@@ -118,7 +126,7 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
     for path, module in model.named_modules():
         for attribute, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             name = f"{path}.{attribute}" if path else attribute
-            if tensor is None:
+            if tensor is None or attribute == PRE_SCALE:  # it comes and goes with its weight
                 continue
             if attribute not in module._non_persistent_buffers_set:
                 by_id.setdefault(id(tensor), _Slot(tensor, {})).holders[name] = (module, attribute)
@@ -155,7 +163,7 @@ def _plan(
     for first, slot in slots.items():
         names = [renamed.get(name, name) for name in slot.holders]
         origins = [o for name in names if (o := origin_of(name, slot.tensor.dim(), checkpoint.entries))]
-        used.update(name for origin in origins for name in origin.names)
+        used.update(name for o in origins for name in (*o.names, *pre_scales_of(o, checkpoint.entries)))
         if not origins:
             missing.append(first)
             continue
@@ -189,7 +197,10 @@ def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
                 f"{slot.tensor.dtype}, found {entry.dtype}"
             )
         return
+    scales = pre_scales_of(origin, checkpoint.entries)
     for holder, (module, _) in slot.holders.items():
+        if scales and not (type(module) is nn.Linear or isinstance(module, NVFP4Linear) or is_conv1d(module)):
+            raise ValueError(f"{file}: tensor {scales[0]}: expected an nn.Linear, found {holder} of {type(module)}")
         if not is_linear(module) and slot.tensor.dim() != 3:
             raise ValueError(
                 f"{file}: tensor {origin.names[0]}: expected a dense tensor for {holder} of a "
@@ -213,7 +224,7 @@ def _read(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, 
     return value.to(device, slot.tensor.dtype if floating else None), origin
 
 
-def _assign(slot: _Slot, tensor: Tensor, origin: Origin) -> None:
+def _assign(slot: _Slot, tensor: Tensor, origin: Origin, scale: Tensor | None) -> None:
     """Set the tensor in all modules that share it. This cannot fail."""
     quantized = isinstance(tensor, NVFP4Tensor)
     value = tensor
@@ -229,3 +240,5 @@ def _assign(slot: _Slot, tensor: Tensor, origin: Origin) -> None:
             setattr(module, ORIGINS, origins)
         if quantized and type(module) is nn.Linear:
             module.__class__ = NVFP4Linear
+        if attribute == "weight":
+            set_pre_scale(module, None if scale is None else scale.to(tensor.device))

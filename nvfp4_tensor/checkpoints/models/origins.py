@@ -17,6 +17,8 @@ from nvfp4_tensor.checkpoints.architectures import JOINED_AS, MIXTRAL_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.sidecar import with_factors
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
+from nvfp4_tensor.checkpoints.understood import has_pre_scale, pre_scale_of
+from nvfp4_tensor.quantization.names import some
 
 _KEPT = ("divisor", "input_scale", "input_divisor")
 
@@ -147,6 +149,36 @@ def gather(origin: Origin, checkpoint: Checkpoint) -> tuple[LinearParts | Tensor
         input_divisor=None,
         input_amax=_largest([each.input_amax for each in parts.values()]),
     ), origin
+
+
+def pre_scales_of(origin: Origin, entries: Mapping[str, Entry]) -> list[str]:
+    """Return the names of the scales by which AWQ multiplies the inputs of a parameter; [] if there are none.
+
+    Raises:
+        ValueError: the parameter has experts, or only some of the weights that are joined have such a scale.
+    """
+    found = [pre_scale_of(name) for name in origin.names if has_pre_scale(name, entries)]
+    if found and (origin.stacked or len(found) < len(origin.names)):
+        raise ValueError(
+            f"{some(found)} multiply the inputs of weights that the model joins to one parameter, which has one input: "
+            "use a checkpoint without AWQ, or quantize the dense model"
+        )
+    return found
+
+
+def read_pre_scale(origin: Origin, checkpoint: Checkpoint) -> Tensor | None:
+    """Return the scale (K,) of the inputs of a parameter, or None.
+
+    Raises:
+        ValueError: see :func:`pre_scales_of`; or scales of weights that are joined differ, or are not above zero.
+    """
+    names = pre_scales_of(origin, checkpoint.entries)
+    scales = [checkpoint.dense(name).reshape(-1) for name in names]
+    for name, scale in zip(names, scales, strict=True):
+        if not (scale.isfinite() & (scale > 0)).all() or not torch.equal(scale, scales[0]):
+            file = checkpoint.entries[name].shard
+            raise ValueError(f"{file}: tensor {name}: expected numbers above zero, those of {names[0]}, found others")
+    return scales[0] if scales else None
 
 
 def _kept(parts: LinearParts) -> dict[str, float]:

@@ -17,9 +17,11 @@ from nvfp4_tensor.checkpoints.convert import different_scales
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
 from nvfp4_tensor.checkpoints.models.origins import Origin, expert_group, in_mixtral, split
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, parts_of, tensor_of
+from nvfp4_tensor.checkpoints.understood import pre_scale_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.quantization.conv1d import was_conv1d
+from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
@@ -109,6 +111,9 @@ class ModelCheckpoint(Checkpoint):
     def _entries_of(self, name: str, tensor: Tensor) -> dict[str, Entry]:
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values: load or initialize the model first")
+        if name.rpartition(".")[2] == PRE_SCALE:
+            names = self._origin(f"{name.removesuffix(PRE_SCALE)}weight").names
+            return {pre_scale_of(each): Entry(shape=tuple(tensor.shape), dtype=tensor.dtype) for each in names}
         origin = self._origin(name)
         if not isinstance(tensor, NVFP4Tensor):
             return {n: Entry(shape=tuple(p.shape), dtype=p.dtype) for n, p in _split_dense(tensor, origin).items()}
@@ -149,6 +154,8 @@ class ModelCheckpoint(Checkpoint):
 
     def dense(self, name: str) -> Tensor:
         parameter = self._parameter[name]
+        if parameter.rpartition(".")[2] == PRE_SCALE:
+            return self._tensors[parameter].detach().cpu()
         return _split_dense(self._tensors[parameter].detach(), self._origin(parameter))[name].cpu()
 
     def _share_scales(self, groups: list[tuple[str, ...]], mismatched_scales: MismatchedScales) -> None:

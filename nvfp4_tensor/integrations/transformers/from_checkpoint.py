@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
-from nvfp4_tensor.checkpoints.models.origins import Origin, gather
+from nvfp4_tensor.checkpoints.models.origins import Origin, gather, read_pre_scale
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import View
@@ -31,6 +31,7 @@ from nvfp4_tensor.integrations.transformers.experts import keep_origin, missing_
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.experts import is_transposed
+from nvfp4_tensor.quantization.linear import PRE_SCALE, set_pre_scale
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
@@ -48,6 +49,7 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         self._operation: Deserialize | None = None
         self.origins: dict[str, Origin] = {}
         self._joins: list[WeightConverter] = []
+        self._pre_scales: dict[str, Tensor | None] = {}
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -60,14 +62,17 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         self.weights = set(self.origins)
         for module in [module for path, module in model.named_modules() if f"{path}.weight" in self.weights]:
             as_linear(module)
+        with torch.device("cpu"):  # transformers makes models on the meta device
+            self._pre_scales = {name: read_pre_scale(origin, checkpoint) for name, origin in self.origins.items()}
         self._operation = Deserialize(self, checkpoint)
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
         for name in [origin.names[0] for origin in self.origins.values() if origin.is_whole]:
             for full, key in self.quantization_config.keys_of(name).items():
                 self._operation.keys[apply_renamings(full, renamings)] = apply_renamings(name, renamings), key
-        # Scales of an FP8 cache belong to no parameter of the model, and transformers' caches do not use them.
+        # Scales of an FP8 cache belong to no parameter of the model, and transformers' caches do not use them. Those of
+        # inputs are set at the end.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
-        others = [rf"{re.escape(suffix)}$" for suffix in CACHE_SCALES]
+        others = [rf"{re.escape(suffix)}$" for suffix in (*CACHE_SCALES, f".{PRE_SCALE}")]
         model._keys_to_ignore_on_load_unexpected = {*ignored, *others}
 
     def get_weight_conversions(self) -> list[WeightConverter]:
@@ -99,6 +104,12 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         kept = [usual for each in conversions for usual in _for_saving(each)]
         model._weight_conversions = [each for each in kept if not any(each is join for join in self._joins)]  # type: ignore
         self._operation, self._joins = None, []
+        for name, scale in self._pre_scales.items():
+            if scale is not None:
+                linear = model.get_submodule(name.rpartition(".")[0])
+                device: Any = linear.weight.device
+                set_pre_scale(linear, scale if device.type == "meta" else scale.to(device))
+        self._pre_scales = {}
         check_complete(model)
 
 

@@ -18,6 +18,7 @@ from nvfp4_tensor.integrations.transformers.saving import keep_names, plain_stat
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.quantization import NVFP4Linear
 from nvfp4_tensor.quantization.experts import is_transposed
+from nvfp4_tensor.quantization.linear import PRE_SCALE, pre_scaled, set_pre_scale
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
@@ -94,7 +95,9 @@ class NVFP4HfQuantizer(HfQuantizer):
         for module in model.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
                 if isinstance(weight, NVFP4Tensor):
-                    setattr(module, name, nn.Parameter(weight.dequantize(wanted), requires_grad=False))
+                    dense = pre_scaled(weight.dequantize(wanted), module._buffers.get(PRE_SCALE))
+                    setattr(module, name, nn.Parameter(dense, requires_grad=False))
+                    set_pre_scale(module, None)
             if type(module) is NVFP4Linear:
                 module.__class__ = nn.Linear  # type: ignore[assignment]
         return model

@@ -24,6 +24,7 @@ from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
 from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
 from nvfp4_tensor.quantization.experts import is_transposed
+from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -112,8 +113,9 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     checkpoint = checkpoint_of(model, weight_only)
     modelopt.FORMAT.check(checkpoint)
     modelopt.FORMAT.check_names(checkpoint)
-    check_understood(checkpoint.entries, None)
-    tensors = _dense_tensors(model)
+    check_understood(checkpoint.entries, None, modelopt.FORMAT.has_pre_scales)
+    tensors = {name: tensor for name, tensor in _dense_tensors(model).items() if not name.endswith(f".{PRE_SCALE}")}
+    tensors |= {name: checkpoint.dense(name).clone() for name in checkpoint.entries if name.endswith(f".{PRE_SCALE}")}
     with_nan = []
     warn_of_mixed_groups(checkpoint)
     layout = modelopt.format_for({"model_type": model.config.model_type})

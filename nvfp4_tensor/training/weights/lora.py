@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.random_state import rng_state_of
+from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
 
@@ -187,6 +188,8 @@ def _check_lora(name: str, layer: Any, mode: RoundingMode) -> None:
         _check_dense(name, layer)
         return
     _check_weight(weight, f"the weight of {name}")
+    if PRE_SCALE in base._buffers:
+        raise ValueError(f"{name} multiplies its inputs by {PRE_SCALE} (AWQ): dequantize its weight and merge")
     if mode == RoundingMode.EDEN:
         raise ValueError("EDEN does not support weights: use round_mode='stochastic' or 'rne'")
     for adapter in _adapters(layer):

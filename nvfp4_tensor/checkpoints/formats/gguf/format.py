@@ -41,6 +41,7 @@ from nvfp4_tensor.checkpoints.formats.mlx import folds_exactly, with_scale_of_on
 from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.parts import nan_blocks
+from nvfp4_tensor.checkpoints.understood import check_no_pre_scales
 from nvfp4_tensor.checkpoints.wrappers import OfWholeModel, View, with_conv1d_transposed
 from nvfp4_tensor.quantization.names import natural, some
 
@@ -115,6 +116,7 @@ class GGUF(Format):
         path = Path(path)
         check_is_new(path, checkpoint, is_file=True)
         check_sidecar(path)
+        check_no_pre_scales(checkpoint.entries, self.name)
         _Writer(checkpoint, path, dense.upper() if dense else None, tokenizer, lossy).run(progress)
 
 

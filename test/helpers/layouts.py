@@ -1,0 +1,193 @@
+"""Small Llamas in the layouts of published checkpoints, and what each layout is read and written by.
+
+Their tensors are compressed by the package compressed-tensors, or laid out from the writers' documents: AutoRound's
+export_to_nvfp_mx.py, ModelOpt's quant_utils.py and convert_hf_config.py. Our converter has no part in them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from helpers.checkpoints import TINY, tiny_tensors
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+PRE_SCALED = ("o_proj", "down_proj")
+"""The linears whose AWQ scales ModelOpt exports: those of the others are folded into norms."""
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def nvfp4(weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    """Compress a weight (N, K) with compressed-tensors, by the scales that llm-compressor and AutoRound compute."""
+    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import NVFP4A16
+
+    divisor = (2688 / amax).reshape(1)
+    scale = (divisor * weight.unflatten(-1, (-1, 16)).abs().amax(-1) / 6).to(torch.float8_e4m3fn)
+    state = {"weight": weight, "weight_scale": scale.float(), "weight_global_scale": divisor}
+    return NVFP4PackedCompressor.compress(state, QuantizationScheme(**NVFP4A16, targets=["Linear"]))
+
+
+def mxfp4(weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import MXFP4A16
+
+    scale = torch.exp2(weight.unflatten(-1, (-1, 32)).abs().amax(-1).log2().floor() - 2)
+    scheme = QuantizationScheme(**MXFP4A16, targets=["Linear"])
+    return MXFP4PackedCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+
+
+def decoded(parts: dict[str, Tensor]) -> Tensor:
+    """Decode packed tensors by the definition of their formats, float32 (N, K)."""
+    codes = torch.stack([parts["weight_packed"] & 15, parts["weight_packed"] >> 4], -1).flatten(-2).long()
+    scale = parts["weight_scale"]
+    if scale.dtype == torch.uint8:
+        scale = torch.exp2(scale.float() - 127)
+    values = E2M1[codes].unflatten(-1, (scale.shape[-1], -1)) * scale.float().unsqueeze(-1)
+    return values.flatten(-2) / parts.get("weight_global_scale", torch.ones(1))
+
+
+def as_modelopt(parts: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors of compressed-tensors to ModelOpt's, whose scales are the inverse."""
+    inverse = {"weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}
+    found = {inverse[name]: parts[name].reciprocal()[0] for name in inverse if name in parts}
+    return {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"], **found}
+
+
+Config = dict[str, Any]
+
+
+def auto_round(kind: str, group: int, act: str | None) -> Config:
+    """Return what AutoRound's filter_quantization_config leaves of a scheme."""
+    static = {"act_bits": 4, "act_data_type": act, "act_dynamic": True, "act_group_size": group, "act_sym": True}
+    return {
+        "bits": 4, "data_type": kind, "group_size": group, "sym": True, **(static if act else {}),
+        "autoround_version": "0.9.2", "block_name_to_quantize": "model.layers", "quant_method": "auto-round",
+        "packing_format": "auto_round:llm_compressor", "iters": 0, "super_group_size": None,
+        "extra_config": {"lm_head": {"bits": 16, "act_bits": 16}, ".*mlp\\.gate": {"bits": 16, "data_type": "fp"}},
+    }  # fmt: skip
+
+
+def compressed(preset: str, format: str, **others: Any) -> Config:
+    """Return the quantization_config of a preset of compressed-tensors, which its package writes."""
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    scheme.format = format
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme}, ignore=["lm_head"], format=format, **others,
+        quantization_status=QuantizationStatus.COMPRESSED,
+    )  # fmt: skip
+    return json.loads(json.dumps(config.to_dict(), default=str))
+
+
+def modelopt(algorithm: str, **others: Any) -> Config:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": 16, "ignore": ["lm_head"], **others}
+
+
+TARGETS = ("modelopt", "compressed-tensors", "torchao", "mlx", "gguf", "comfy")
+FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+@dataclass(frozen=True)
+class Published:
+    """A layout of published checkpoints.
+
+    Attributes:
+        format: what ``detect`` calls it.
+        config: its quantization_config.
+        compress: from a weight and the amax of its group to packed tensors.
+        static: whether linears have an input scale.
+        awq: whether some linears have pre_quant_scale.
+        cache: the names of the scales of an FP8 cache in a layer's attention.
+        targets: formats that it is converted to; others refuse it by name.
+        note: what the guide says of it.
+    """
+
+    format: str
+    config: Callable[[], Config]
+    compress: Callable[[Tensor, Tensor], dict[str, Tensor]] = nvfp4
+    static: bool = False
+    awq: bool = False
+    cache: tuple[str, ...] = ()
+    targets: tuple[str, ...] = TARGETS
+    note: str = ""
+
+    def write(self, folder: Path, model: Config = TINY, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Write a folder, and return the weights that its linears compute with, float32, by name."""
+        dense = tiny_tensors(model) if tensors is None else dict(tensors)
+        found, effective = {}, {}
+        for name, weight in dense.items():
+            module, _, last = name.removesuffix(".weight").rpartition(".")
+            group = next((row for row in GROUPS if last in row), ())
+            if not group:
+                found[name] = weight
+                continue
+            generator = torch.Generator().manual_seed(len(found))
+            scale = torch.rand(weight.shape[1], generator=generator).add(0.5).bfloat16()
+            scaled = self.awq and last in PRE_SCALED
+            columns = scale.float() if scaled else torch.ones(())
+            members = [dense[f"{module}.{each}.weight"].float() for each in group]
+            parts = self.compress(weight.float() / columns, torch.stack([w.abs().amax() for w in members]).amax())
+            parts = {key: value for key, value in parts.items() if value is not None}
+            effective[name] = decoded(parts) * columns
+            if self.static:
+                parts["input_global_scale"] = torch.tensor([2688 / 40.0])
+            parts = as_modelopt(parts) if self.format == "modelopt" else parts
+            found |= {f"{module}.{last}.{key}": value for key, value in parts.items()}
+            if scaled:
+                found[f"{module}.{last}.pre_quant_scale"] = scale
+        for i in range(model["num_hidden_layers"]):
+            for j, each in enumerate(self.cache):
+                found[f"model.layers.{i}.self_attn.{each}"] = torch.tensor(0.25 + i + j)
+        folder.mkdir(parents=True)
+        config = {**model, "dtype": "bfloat16", "quantization_config": self.config()}
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file({k: v.contiguous() for k, v in found.items()}, folder / "model.safetensors", {"format": "pt"})
+        return effective
+
+
+_NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+LAYOUTS = {
+    "ModelOpt NVFP4": Published("modelopt", lambda: modelopt("NVFP4"), static=True),
+    "ModelOpt W4A16_NVFP4": Published("modelopt", lambda: modelopt("W4A16_NVFP4")),
+    "ModelOpt NVFP4_AWQ": Published(
+        "modelopt", lambda: modelopt("NVFP4_AWQ", has_zero_point=False, pre_quant_scale=True), static=True, awq=True,
+        targets=("modelopt",), note="linears multiply their inputs by `pre_quant_scale`",
+    ),
+    "ModelOpt NVFP4_AWQ, weights only": Published(
+        "modelopt", lambda: modelopt("NVFP4_AWQ", has_zero_point=False, pre_quant_scale=True), awq=True,
+        targets=("modelopt",), note="likewise",
+    ),
+    "ModelOpt with an FP8 cache": Published(
+        "modelopt", lambda: modelopt("NVFP4", kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False}),
+        static=True, cache=("k_proj.k_scale", "v_proj.v_scale"), note="kept for servers, not used here",
+    ),
+    "compressed-tensors NVFP4": Published("compressed-tensors", lambda: compressed("NVFP4", _NVFP4), static=True),
+    "compressed-tensors NVFP4A16": Published("compressed-tensors", lambda: compressed("NVFP4A16", _NVFP4)),
+    "compressed-tensors MXFP4": Published(
+        "compressed-tensors", lambda: compressed("MXFP4A16", _MXFP4), mxfp4, note="becomes NVFP4 with the same values",
+    ),
+    "compressed-tensors with an FP8 cache": Published(
+        "compressed-tensors", lambda: compressed("NVFP4", _NVFP4, kv_cache_scheme=FP8_CACHE), static=True,
+        cache=("k_scale", "v_scale"), note="kept for servers, not used here",
+    ),
+    "AutoRound NVFP4": Published(
+        "auto-round", lambda: auto_round("nv_fp", 16, "nv_fp4_with_static_gs"), static=True,
+    ),
+    "AutoRound NVFP4, weights only": Published("auto-round", lambda: auto_round("nv_fp", 16, None)),
+    "AutoRound MXFP4": Published(
+        "auto-round", lambda: auto_round("mx_fp", 32, "mx_fp"), mxfp4,
+        note="becomes NVFP4 with the same values, weights only",
+    ),
+}  # fmt: skip
