@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nvfp4_cli import options
-from nvfp4_cli.options import CHECKPOINT, NEW
+from nvfp4_cli.options import CHECKPOINT, FORMATS, NEW
 from nvfp4_cli.results import megabytes, number, prints_to_stderr, show, size_of, writes
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @click.argument("src", type=CHECKPOINT)
 @click.argument("dst", type=NEW)
 @options.to
+@click.option("--from", "format", type=click.Choice(FORMATS), help="The format of SRC, if no configuration says it.")
 @click.option("--w4a16", is_flag=True, help="Leave out the quantization of activations.")
 @options.of_format
 @options.quiet
@@ -40,7 +41,9 @@ def convert(src: Path, dst: Path, to: str, json_: bool, **given: Any) -> None:
     show(result, json_)
 
 
-def run(src: Path, dst: Path, *, to: str, w4a16: bool, progress: bool, of_format: Mapping[str, Any]) -> Written:
+def run(
+    src: Path, dst: Path, *, to: str, format: str | None, w4a16: bool, progress: bool, of_format: Mapping[str, Any]
+) -> Written:
     """Convert ``src`` into ``dst``.
 
     Raises:
@@ -49,10 +52,10 @@ def run(src: Path, dst: Path, *, to: str, w4a16: bool, progress: bool, of_format
     from nvfp4_tensor import checkpoints
 
     start = time.perf_counter()
-    with checkpoints.read(src) as checkpoint:
+    with checkpoints.read(src, format) as checkpoint:
         if not any(entry.quantized for entry in checkpoint.entries.values()):
             raise ValueError(f"{src} has no NVFP4 weights, only dense ones: use `nvfp4 quantize`")
-    checkpoints.convert(src, dst, to=to, weight_only=w4a16, progress=progress, **of_format)
+    checkpoints.convert(src, dst, to=to, format=format, weight_only=w4a16, progress=progress, **of_format)
     return Written.of(src, dst, time.perf_counter() - start)
 
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.checkpoints.formats.unlabelled import unlabelled
 from nvfp4_tensor.checkpoints.io.files import Files
 from nvfp4_tensor.checkpoints.io.safetensors import what_is_in
 from nvfp4_tensor.checkpoints.parts import LinearParts
@@ -252,16 +253,25 @@ def detect(path: str | Path) -> str:
 
         checkpoints.detect("Llama-3.1-8B-Instruct-NVFP4")  # "modelopt"
 
+    NVFP4 weights that no configuration describes, as in some single files, are recognized by their tensors.
+
     Raises:
         FileNotFoundError: ``path`` does not exist.
-        ValueError: it is not a checkpoint in any of the formats.
+        ValueError: it is not a checkpoint in any of the formats, or could be of two.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: pass a checkpoint folder, or a .gguf or .safetensors file")
     for name in FORMATS:
         if format_named(name).detect(path):
-            return name
+            candidates = unlabelled(path) if name == "dense" else []
+            if len(candidates) > 1:
+                raise ValueError(
+                    f"{path} has NVFP4 weights that no configuration describes, with the names and shapes of "
+                    f"{' and '.join(candidates)}, which would give different values: pass format={candidates[0]!r} or "
+                    f"format={candidates[1]!r}, as the program that wrote it"
+                )
+            return candidates[0] if candidates else name
     raise ValueError(
         f"{path} is not a checkpoint: expected a folder with *.safetensors (and config.json), a .safetensors or a "
         f".gguf file; found {what_is_in(path)}"

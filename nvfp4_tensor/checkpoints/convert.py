@@ -16,7 +16,14 @@ from nvfp4_tensor.quantization.names import joined_with, some
 
 
 def convert(
-    src: str | Path, dst: str | Path, *, to: str, weight_only: bool = False, progress: bool = True, **options: Any
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: str,
+    format: str | None = None,
+    weight_only: bool = False,
+    progress: bool = True,
+    **options: Any,
 ) -> None:
     """Write the checkpoint ``src`` in another format, with the same codes and scales.
 
@@ -27,6 +34,7 @@ def convert(
         src: a folder or file of any format of :data:`FORMATS`.
         dst: a path that does not exist yet.
         to: the name of the target format in :data:`FORMATS`.
+        format: the name of the format of ``src``, which is detected by default.
         weight_only: omit the quantization of activations (W4A4 becomes W4A16).
         progress: show a progress bar.
         options: options of the target format.
@@ -40,7 +48,7 @@ def convert(
             the message has its name. Nothing is written.
     """
     target = format_named(to)
-    with read(src) as source:
+    with read(src, format) as source:
         if source.format == "dense" and to not in ("dense", "gguf"):
             raise ValueError(f"{src} has only dense weights: use checkpoints.quantize")
         checkpoint: Checkpoint = WeightOnly(source) if weight_only else source

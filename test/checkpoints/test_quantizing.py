@@ -145,7 +145,7 @@ REFUSED = {
     "names nothing.weight": {"input_amax": {"nothing": 1.0}},
     "Hadamard": {"spec": QuantizeSpec(hadamard_sign=True)},
     "without row_scaled": {"spec": QuantizeSpec(row_scaled=True)},
-    r"has no option format; .* convert call it to": {"format": "modelopt"},
+    r"has no option format; .* calls it to": {"format": "modelopt"},
     "src already exists": {"dst": "src"},
     r"config\.json already exists": {"dst": "src/config.json"},
     "expected a dense model, found one quantized by modelopt": {"src": "dst"},

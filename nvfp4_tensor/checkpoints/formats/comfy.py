@@ -85,7 +85,11 @@ class ComfyUI(TableFormat):
         return entries
 
     def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
+        info, schemes = checkpoint.shards.info, {}
         markers = _markers(checkpoint.shards)
+        if not (markers or checkpoint.is_described):
+            layers = [name.removesuffix(".weight_scale_2") for name in info if name.endswith(".weight_scale_2")]
+            markers = {each: {"format": _NVFP4, _FULL_PRECISION: f"{each}.input_scale" not in info} for each in layers}
         others = [
             f"{layer} ({marker.get('format')})"
             for layer, marker in markers.items()
@@ -93,7 +97,6 @@ class ComfyUI(TableFormat):
         ]
         if others:
             raise ValueError(f"{checkpoint.path}: expected layers of format {_NVFP4}, found {some(others)}")
-        info, schemes = checkpoint.shards.info, {}
         if lost := [layer for layer in markers if f"{layer}.weight" not in info]:
             raise ValueError(f"{checkpoint.path}: markers name {some(lost)} as quantized, but they have no weight")
         for layer, marker in markers.items():

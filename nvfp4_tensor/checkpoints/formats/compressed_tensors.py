@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from nvfp4_tensor.checkpoints.checkpoint import FP8_CACHE, Checkpoint, is_fp8_cache
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
 from nvfp4_tensor.checkpoints.formats.table import Layout, Number, Scheme, TableFormat
@@ -103,6 +105,11 @@ def _scheme(checkpoint: FolderCheckpoint, packed: str) -> Scheme:
     Products of MXFP4 weights do not quantize activations, because NVFP4's are others.
     """
     module = packed.removesuffix(".weight_packed")
+    if not checkpoint.is_described:
+        info = checkpoint.shards.info
+        scale, static = info.get(f"{module}.weight_scale"), f"{module}.input_global_scale" in info
+        is_mx = scale is not None and scale.dtype == torch.uint8
+        return Scheme(activations=static, static=static, scaled=not is_mx, group=MX_BLOCK if is_mx else BLOCK)
     groups = [group for group in checkpoint.quantization["config_groups"].values() if group_size(group)]
     named = [group for group in groups if is_matched(module, group.get("targets") or [])]
     general = [group for group in groups if "Linear" in (group.get("targets") or [])]

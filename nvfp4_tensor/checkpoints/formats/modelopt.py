@@ -161,7 +161,7 @@ def _checked(folder: Path, flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def _quantizes_activations(checkpoint: FolderCheckpoint, name: str) -> bool:
-    algorithm = checkpoint.quantization["quant_algo"]
+    algorithm = checkpoint.quantization["quant_algo"] if checkpoint.is_described else AWQ
     if algorithm == "MIXED_PRECISION":
         layer = checkpoint.quantization["quantized_layers"].get(name.removesuffix(".weight"))
         if layer is None:

@@ -382,7 +382,7 @@ class TableFormat(Format):
         if options:
             renamed = {
                 "to": "checkpoints.save calls it format",
-                "format": "checkpoints.quantize and convert call it to",
+                "format": "checkpoints.quantize calls it to",
             }
             hints = [f"; {renamed[name]}" for name in options if name in renamed]
             raise ValueError(f"{self.name} has no option {', '.join(options)}{''.join(hints)}")

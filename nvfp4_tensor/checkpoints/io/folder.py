@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.checkpoints.architectures import is_mask
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
+from nvfp4_tensor.checkpoints.formats.unlabelled import unlabelled
 from nvfp4_tensor.checkpoints.io.files import Files, check_same
 from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json, read_json
 from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, read_factors, sidecars_of, with_factors
@@ -29,7 +31,12 @@ _OWN = ("config.json", "hf_quant_config.json", SIDECAR)
 
 
 class FolderCheckpoint(Checkpoint):
-    """A folder of safetensors files in some format."""
+    """A folder of safetensors files in some format.
+
+    Attributes:
+        is_described: whether a configuration says what is in it, or only its tensors do; then activations are quantized
+            where there are input scales.
+    """
 
     def __init__(self, format: TableFormat, path: Path) -> None:
         self.path: Path = path
@@ -42,7 +49,15 @@ class FolderCheckpoint(Checkpoint):
         self._format = format
         self._factors = read_factors(path)
         try:
-            self.quantization = format.quantization(folder, self.config)
+            self.is_described = format.name not in unlabelled(path, self.shards.info)
+            is_read = self.is_described or format.is_file
+            self.quantization = format.quantization(folder, self.config) if is_read else {}
+            if not self.is_described:
+                warnings.warn(
+                    f"{path}: no configuration describes its NVFP4 weights: they are read as {format.name}, by their "
+                    "names and shapes, and activations are quantized where there are input scales",
+                    stacklevel=user_level(),
+                )
             self.config.pop("quantization_config", None)
             self.cache = self.quantization.get("kv_cache_quant_algo") or self.quantization.get("kv_cache_scheme")
             entries = {name: e for name, e in format.entries(self).items() if not is_mask(name, e.shape)}

@@ -1,5 +1,6 @@
 """What all formats of safetensors refuse: damaged tensors, other configurations, and weights that they cannot store."""
 
+import dataclasses
 import json
 import shutil
 
@@ -10,6 +11,7 @@ from helpers.checkpoints import InMemory
 from safetensors.torch import load_file, save_file
 
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize, quantize_experts
+from nvfp4_tensor.checkpoints import tensor_of
 from nvfp4_tensor.checkpoints.checkpoint import format_named
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -230,3 +232,57 @@ def test_experts_of_torchao_with_rows_that_are_not_swizzled_apart(tmp_path):
     edit(tmp_path / "a", cut("e._x_qdata", slice(None), slice(32)))
     with pytest.raises(ValueError, match=r"e\._x_qdata: expected experts with rows in multiples of 128"):
         checkpoints.read(tmp_path / "a")
+
+
+# --- without a configuration -----------------------------------------------------------------------------------------
+
+
+def without_configuration(source, path):
+    """Write the tensors of a folder or file to a file, without markers, metadata or configuration."""
+    file = source / "model.safetensors" if source.is_dir() else source
+    save_file({name: t for name, t in load_file(file).items() if not name.endswith("comfy_quant")}, path)
+    return path
+
+
+@pytest.mark.parametrize("format", ["modelopt", "comfy", "compressed-tensors"])
+def test_weights_that_no_configuration_describes(sources, tmp_path, format):
+    """They are recognized by their tensors: one of the two formats with the same names, by shapes that differ."""
+    source = sources / format
+    path = without_configuration(source, tmp_path / "x.safetensors")
+    assert checkpoints.detect(path) == format
+    with pytest.warns(UserWarning, match=f"no configuration describes its NVFP4 weights: they are read as {format}"):
+        read = checkpoints.read(path)
+    described = checkpoints.read(source / "model.safetensors" if format == "comfy" else source)
+    for name, entry in described.entries.items():
+        assert dataclasses.replace(read.entries[name], shard=entry.shard) == entry
+        if entry.quantized:
+            ours, theirs = read.linear(name), described.linear(name)
+            assert torch.equal(ours.qdata, theirs.qdata) and torch.equal(ours.input_scale, theirs.input_scale)
+            assert torch.equal(ours.scale.view(torch.uint8), theirs.scale.view(torch.uint8))
+            assert ours.per_tensor_scale == pytest.approx(theirs.per_tensor_scale.item(), rel=1e-6)
+    read.close(), described.close()
+    with pytest.warns(UserWarning, match="no configuration describes"):
+        checkpoints.convert(path, tmp_path / "out", to="modelopt", progress=False)
+    folder = shutil.copytree(sources / "dense", tmp_path / "folder")  # or a folder that has lost its configuration
+    shutil.copy(path, folder / "model.safetensors")
+    assert checkpoints.detect(folder) == format
+
+
+@pytest.mark.parametrize("format", ["modelopt", "comfy"])
+def test_weights_that_could_be_of_two_formats(tmp_path, format):
+    """With sizes in multiples of 128 and 64 the shapes are equal: nothing is read until the format is named."""
+    model = {"a.weight": weight(128, 256)}
+    path = tmp_path / "whole.safetensors" if format == "comfy" else tmp_path / "whole"
+    checkpoints.save(model, path, format=format, config={}, weight_only=True, progress=False)
+    path = without_configuration(path, tmp_path / "x.safetensors")
+    for call in (checkpoints.detect, checkpoints.read, lambda p: checkpoints.convert(p, tmp_path / "o", to="modelopt")):
+        with pytest.raises(ValueError, match=r"x\.safetensors has NVFP4 .* pass format='modelopt' or format='comfy'"):
+            call(path)
+    assert not (tmp_path / "o").exists()
+    with pytest.warns(UserWarning, match=f"read as {format}"):
+        checkpoints.convert(path, tmp_path / "o", to="modelopt", format=format, progress=False)
+    with checkpoints.read(tmp_path / "o") as read:
+        assert torch.equal(
+            tensor_of(read.linear("a.weight"), torch.float32).dequantize(), model["a.weight"].dequantize()
+        )
+        assert not read.entries["a.weight"].quantizes_activations
