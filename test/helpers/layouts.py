@@ -18,6 +18,7 @@ from torch import Tensor
 
 from helpers.checkpoints import TINY, tiny_tensors
 
+SMALL = TINY | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 32}
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 PRE_SCALED = ("o_proj", "down_proj")
 """The linears whose AWQ scales ModelOpt exports: those of the others are folded into norms."""

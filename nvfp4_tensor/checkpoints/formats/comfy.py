@@ -175,13 +175,14 @@ class _Activations(View):
 
 def _markers(shards: Shards) -> dict[str, dict[str, Any]]:
     """Return the markers by layer, from the header and from tensors, which take precedence."""
+    where = _HEADER
     try:
         found = parse_json(shards.metadata.get(_HEADER, "{}")).get("layers") or {}
-        for name in shards.info:
-            if name.endswith(f".{_MARKER}"):
-                found[name.removesuffix(f".{_MARKER}")] = parse_json(bytes(shards[name].tolist()))
+        for where in shards.info:
+            if where.endswith(f".{_MARKER}"):
+                found[where.removesuffix(f".{_MARKER}")] = parse_json(bytes(shards[where].tolist()))
     except (ValueError, AttributeError, TypeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{shards.path}: expected layer markers in JSON, found {error}") from None
+        raise ValueError(f"{shards.path}: {where}: expected layer markers in JSON, found {error}") from None
     return {layer: marker if isinstance(marker, dict) else {"format": marker} for layer, marker in found.items()}
 
 

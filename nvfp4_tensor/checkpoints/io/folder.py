@@ -64,6 +64,10 @@ class FolderCheckpoint(Checkpoint):
             check_understood(entries, path, format.has_pre_scales)
         except (AttributeError, IndexError, KeyError, TypeError) as error:  # JSON values of unexpected types
             raise ValueError(f"{path}: the configuration of {format.name} is invalid: {error!r}") from error
+        except ValueError as error:
+            if str(error).startswith((str(path), str(folder))):
+                raise
+            raise ValueError(f"{path}: {error}") from None
         order = {file.name: i for i, file in enumerate(self.shards.files)}
         self.entries = dict(sorted(entries.items(), key=lambda item: (order[str(item[1].shard)], natural(item[0]))))
 

@@ -188,10 +188,11 @@ class ResumableFolder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Keep an unfinished folder for the next run, unless it has no key and cannot be resumed. An interrupt gets a
-        message."""
+        """Keep an unfinished folder for the next run, unless it cannot be resumed: it has no key, or the source is
+        damaged, and mended files have another key. An interrupt gets a message."""
         left = f"{self.path} was not written, and nothing of it is left"
-        if self._manifest["key"] is None and self.folder.exists():
+        is_lost = self._manifest["key"] is None or isinstance(exception[1], ValueError)
+        if is_lost and self.folder.exists():
             shutil.rmtree(self.folder)
         elif self.folder.exists():
             count = len(self._shards)

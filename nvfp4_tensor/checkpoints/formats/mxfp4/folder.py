@@ -25,7 +25,7 @@ class MXFP4(TableFormat):
         for name, blocks in checkpoint.shards.info.items():
             if not name.endswith("_blocks"):
                 continue
-            *leading, half = blocks.shape
+            *leading, half = blocks.shape or (0,)
             if len(leading) not in (2, 3) or half != MX_BLOCK // 2:
                 wanted = "uint8 (N, K/32, 16) or (E, N, K/32, 16)"
                 raise ValueError(f"{blocks.file}: tensor {name}: expected {wanted}, found {blocks}")
