@@ -96,6 +96,8 @@ def modelopt(algorithm: str, **others: Any) -> Config:
     return {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": 16, "ignore": ["lm_head"], **others}
 
 
+OPT_IN = ("compressed-tensors",)
+"""Formats whose checkpoints from_pretrained gives to transformers' own reader by default."""
 TARGETS = ("modelopt", "compressed-tensors", "torchao", "mlx", "gguf", "comfy")
 FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
@@ -159,36 +161,52 @@ class Published:
 
 
 _NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+_AWQ = "inputs are multiplied by `pre_quant_scale`"
+_CACHE = "scales kept by `modelopt`, `compressed-tensors`; unused here"
+_MXFP4_NOTE = "becomes W4A16 NVFP4 with equal values"
 LAYOUTS = {
     "ModelOpt NVFP4": Published("modelopt", lambda: modelopt("NVFP4"), static=True),
     "ModelOpt W4A16_NVFP4": Published("modelopt", lambda: modelopt("W4A16_NVFP4")),
     "ModelOpt NVFP4_AWQ": Published(
         "modelopt", lambda: modelopt("NVFP4_AWQ", has_zero_point=False, pre_quant_scale=True), static=True, awq=True,
-        targets=("modelopt",), note="linears multiply their inputs by `pre_quant_scale`",
+        targets=("modelopt",), note=_AWQ,
     ),
-    "ModelOpt NVFP4_AWQ, weights only": Published(
+    "ModelOpt NVFP4_AWQ W4A16": Published(
         "modelopt", lambda: modelopt("NVFP4_AWQ", has_zero_point=False, pre_quant_scale=True), awq=True,
-        targets=("modelopt",), note="likewise",
+        targets=("modelopt",), note=_AWQ,
     ),
-    "ModelOpt with an FP8 cache": Published(
+    "ModelOpt FP8 cache": Published(
         "modelopt", lambda: modelopt("NVFP4", kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False}),
-        static=True, cache=("k_proj.k_scale", "v_proj.v_scale"), note="kept for servers, not used here",
+        static=True, cache=("k_proj.k_scale", "v_proj.v_scale"), note=_CACHE,
     ),
     "compressed-tensors NVFP4": Published("compressed-tensors", lambda: compressed("NVFP4", _NVFP4), static=True),
     "compressed-tensors NVFP4A16": Published("compressed-tensors", lambda: compressed("NVFP4A16", _NVFP4)),
     "compressed-tensors MXFP4": Published(
-        "compressed-tensors", lambda: compressed("MXFP4A16", _MXFP4), mxfp4, note="becomes NVFP4 with the same values",
+        "compressed-tensors", lambda: compressed("MXFP4A16", _MXFP4), mxfp4, note=_MXFP4_NOTE,
     ),
-    "compressed-tensors with an FP8 cache": Published(
+    "compressed-tensors FP8 cache": Published(
         "compressed-tensors", lambda: compressed("NVFP4", _NVFP4, kv_cache_scheme=FP8_CACHE), static=True,
-        cache=("k_scale", "v_scale"), note="kept for servers, not used here",
+        cache=("k_scale", "v_scale"), note=_CACHE,
     ),
     "AutoRound NVFP4": Published(
         "auto-round", lambda: auto_round("nv_fp", 16, "nv_fp4_with_static_gs"), static=True,
     ),
-    "AutoRound NVFP4, weights only": Published("auto-round", lambda: auto_round("nv_fp", 16, None)),
+    "AutoRound NVFP4 W4A16": Published("auto-round", lambda: auto_round("nv_fp", 16, None)),
     "AutoRound MXFP4": Published(
         "auto-round", lambda: auto_round("mx_fp", 32, "mx_fp"), mxfp4,
-        note="becomes NVFP4 with the same values, weights only",
+        note=_MXFP4_NOTE,
     ),
 }  # fmt: skip
+
+
+def table() -> str:
+    """Return the guide's table, whose cells test_layouts.py tests: names with equal cells are one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for name, each in LAYOUTS.items():
+        targets = "all" if each.targets == TARGETS else ", ".join(f"`{target}`" for target in each.targets)
+        names = rows.setdefault((targets, each.note), [])
+        writer, kind = name.split(" ", 1)
+        names.append(kind if names and names[-1].startswith(writer) else name)
+    lines = ["| checkpoint | `convert` to | |", "| --- | --- | --- |"]
+    lines += [f"| {', '.join(names)} | {targets} | {note} |" for (targets, note), names in rows.items()]
+    return "\n".join(line.replace("|  |", "| |") for line in lines)

@@ -1,18 +1,19 @@
 """Folders in the layouts of published checkpoints: the same weights by every way in, and what each becomes by every
 way out.
 
-test/docs/test_layouts_table.py checks the guide's table, which says what these tests do.
+The guide's table has a row for each and says what these tests assert of it.
 """
 
 import importlib.util
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from helpers.checkpoint_folders import content, edit, edit_json
-from helpers.layouts import LAYOUTS, TARGETS
+from helpers.layouts import LAYOUTS, OPT_IN, TARGETS, table
 from safetensors.torch import load_file
 from torchao.quantization import quantize_
 
@@ -26,6 +27,7 @@ from nvfp4_tensor.generation.step import decode_counts
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("compressed_tensors"), reason="it writes the folders")
 
+GUIDE = Path(__file__).parents[3] / "docs/guides/checkpoints.md"
 IDS = torch.arange(3, 19)[None]
 O_PROJ, DOWN = "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"
 AWQ = [name for name, layout in LAYOUTS.items() if layout.awq]
@@ -43,13 +45,12 @@ def published(request, tmp_path_factory):
 @pytest.fixture
 def awq(tmp_path):
     torch.manual_seed(0)
-    LAYOUTS["ModelOpt NVFP4_AWQ, weights only"].write(tmp_path / "awq")
+    LAYOUTS["ModelOpt NVFP4_AWQ W4A16"].write(tmp_path / "awq")
     return tmp_path / "awq"
 
 
 @pytest.fixture(autouse=True)
-def natively():
-    nv.read_compressed_tensors()
+def as_it_was():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*are MXFP4, which is not computed")
         yield
@@ -64,6 +65,7 @@ def empty(folder):
 
 
 def from_pretrained(folder):
+    nv.read_compressed_tensors(natively=checkpoints.detect(folder) in OPT_IN)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
 
 
@@ -399,3 +401,7 @@ def test_groups_that_differ(tmp_path):
             torch.testing.assert_close(decoded(read, name), weight, rtol=1e-6, atol=0)
     model = from_pretrained(tmp_path / "src")
     assert all(isinstance(model.get_parameter(name), NVFP4Tensor) for name in effective)
+
+
+def test_the_guides_table_says_what_the_tests_assert():
+    assert table() in GUIDE.read_text(), f"the table is\n{table()}"
