@@ -234,6 +234,14 @@ def test_experts_of_torchao_with_rows_that_are_not_swizzled_apart(tmp_path):
         checkpoints.read(tmp_path / "a")
 
 
+def test_columns_that_are_no_whole_blocks(sources, tmp_path):
+    folder = shutil.copytree(sources / "compressed-tensors", tmp_path / "x")
+    edit(folder, lambda t: t.update({f"{Q}.weight_packed": t[f"{Q}.weight_packed"][:, :12].contiguous(),
+                                     f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, :1].contiguous()}))  # fmt: skip
+    with pytest.raises(ValueError, match=r"q_proj\.weight_packed: expected columns in multiples of 16, found U8"):
+        checkpoints.read(folder)
+
+
 # --- without a configuration -----------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers.checkpoint_folders import content, edit, edit_json
+from helpers.checkpoint_folders import content, edit, edit_json, write_dense
+from helpers.checkpoints import TINY
 from helpers.layouts import LAYOUTS, OPT_IN, TARGETS, table
 from safetensors.torch import load_file
 from torchao.quantization import quantize_
@@ -39,7 +40,7 @@ def published(request, tmp_path_factory):
     """A layout, a folder in it, and the weights that its linears compute with."""
     torch.manual_seed(0)
     layout, folder = LAYOUTS[request.param], tmp_path_factory.mktemp("published") / "model"
-    return layout, folder, layout.write(folder)
+    return layout, folder, layout.write(folder, TINY | {"num_hidden_layers": 1})
 
 
 @pytest.fixture
@@ -188,12 +189,26 @@ def test_awq_leaves_with_its_weight(awq, tmp_path):
     assert (logits(dense).float() - before).norm() / before.norm() < 0.05
 
 
-def test_awq_decodes_natively(awq):
-    model = from_pretrained(awq)
-    expected = model.generate(IDS, max_new_tokens=12, do_sample=False)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_awq_decodes_natively(awq, device):
+    with checkpoints.read(awq) as read:  # before norms, too: the same for the linears behind one
+        widths = {name: entry.shape[1] for name, entry in read.entries.items() if entry.quantized}
+    scales = {pre_scale_of(name): torch.linspace(0.5, 2, width).bfloat16() for name, width in widths.items()}
+    edit(awq, lambda tensors: tensors.update(scales))
+    model, ids = from_pretrained(awq).to(device), IDS.to(device)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
     native = decode_natively(model)
-    assert torch.equal(native.generate(IDS, max_new_tokens=12, do_sample=False), expected)
+    assert torch.equal(native.generate(ids, max_new_tokens=12, do_sample=False), expected)
     assert decode_counts(native).native >= 11
+
+
+def test_awq_is_compared_by_what_linears_compute_with(tmp_path):
+    torch.manual_seed(0)
+    effective = LAYOUTS["ModelOpt NVFP4_AWQ"].write(tmp_path / "awq")
+    write_dense(tmp_path / "dense", {name: weight.contiguous() for name, weight in effective.items()})
+    for a, b in (("awq", "dense"), ("dense", "awq")):
+        found = comparison.compare(tmp_path / a, tmp_path / b, progress=False)
+        assert found.relative < 1e-6 and {each.name for each in found.layers} == set(effective)
 
 
 def test_awq_is_no_adapters_merge_or_second_quantization(awq):
