@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.quantization.linear import NVFP4Linear
+from nvfp4_tensor.quantization.linear import PRE_SCALE, NVFP4Linear
 from nvfp4_tensor.sharding.layout import LinearSharding, compare_token_counts, local_shard
 from nvfp4_tensor.sharding.sequence import GatheredShape, gather_if_sharded, gather_operands, gather_shape_only
 from nvfp4_tensor.tensor.arguments import resolve_rng_state
@@ -28,7 +28,16 @@ class NVFP4ParallelLinear(NVFP4Linear):
 
     @classmethod
     def convert(cls, linear: nn.Linear, sharding: LinearSharding) -> NVFP4ParallelLinear:
-        """Convert a linear in place."""
+        """Convert a linear in place.
+
+        Raises:
+            ValueError: it multiplies its inputs by a scale of AWQ, which is not sharded.
+        """
+        if PRE_SCALE in linear._buffers:
+            raise ValueError(
+                f"{linear} multiplies its inputs by {PRE_SCALE} (AWQ), which tensor parallelism does not shard: load "
+                "the dense model, or one without AWQ"
+            )
         linear.__class__ = cls
         assert isinstance(linear, NVFP4ParallelLinear)
         linear.sharding = sharding

@@ -23,8 +23,11 @@ from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints, traini
 from nvfp4_tensor.checkpoints import comparison, inspection, tensor_of
 from nvfp4_tensor.checkpoints.models.opening import open_model
 from nvfp4_tensor.checkpoints.understood import has_pre_scale, pre_scale_of
+from nvfp4_tensor.distributed.frozen import NVFP4ParallelLinear
 from nvfp4_tensor.generation import decode_natively
 from nvfp4_tensor.generation.step import decode_counts
+from nvfp4_tensor.quantization import NVFP4Linear
+from nvfp4_tensor.sharding.layout import LinearSharding
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("compressed_tensors"), reason="it writes the folders")
 
@@ -211,12 +214,15 @@ def test_awq_is_compared_by_what_linears_compute_with(tmp_path):
         assert found.relative < 1e-6 and {each.name for each in found.layers} == set(effective)
 
 
-def test_awq_is_no_adapters_merge_or_second_quantization(awq):
+def test_awq_is_no_second_quantization_merge_or_shard(awq):
     peft = pytest.importorskip("peft")
 
     model = from_pretrained(awq)
     with pytest.raises(ValueError, match="multiplies its inputs by pre_quant_scale"):
         quantize_(model, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith("o_proj"))
+    with pytest.raises(ValueError, match="which tensor parallelism does not shard"):
+        NVFP4ParallelLinear.convert(model.get_submodule(O_PROJ), LinearSharding())
+    assert type(model.get_submodule(O_PROJ)) is NVFP4Linear
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["down_proj"], init_lora_weights=False))
     with pytest.raises(ValueError, match="down_proj multiplies its inputs by pre_quant_scale"):
         training.merge_lora(adapted)
