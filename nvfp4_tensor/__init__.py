@@ -10,11 +10,12 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from nvfp4_tensor._compat.pickles import _rebuild  # noqa: F401  in pickles
+from nvfp4_tensor._compat.pickles import _rebuild, _rebuild_fp8  # noqa: F401  in pickles
 from nvfp4_tensor.info import info
 from nvfp4_tensor.numerics.choices import (
     Activations,
     FourOverSix,
+    FP8Activations,
     ProductBackend,
     RoundingMode,
     ScaleRounding,
@@ -25,12 +26,16 @@ from nvfp4_tensor.ops import composite, fakes, native  # noqa: F401  define the 
 from nvfp4_tensor.sizes import ModelSize, model_size
 
 if TYPE_CHECKING:
+    from nvfp4_tensor.dispatch.fp8 import FP8Spec, FP8Tensor
     from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, quantize_model
     from nvfp4_tensor.tensor.fake_quantize import fake_quantize
     from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
 __all__ = [
     "Activations",
+    "FP8Activations",
+    "FP8Spec",
+    "FP8Tensor",
     "FourOverSix",
     "ModelSize",
     "NVFP4Config",
@@ -51,6 +56,7 @@ __all__ = [
 ]
 
 _LATER = {
+    **dict.fromkeys(("FP8Spec", "FP8Tensor"), "dispatch.fp8"),
     **dict.fromkeys(("NVFP4Tensor", "fake_quantize", "quantize", "quantize_experts"), "dispatch"),
     **dict.fromkeys(("NVFP4TrainingConfig", "NVFP4TrainingLinear", "Recipe", "WeightForDx"), "training"),
     **dict.fromkeys(

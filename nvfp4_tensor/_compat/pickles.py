@@ -30,3 +30,11 @@ def _rebuild(fields: dict, requires_grad: bool, is_parameter: bool, view: tuple 
     """Unpickle an NVFP4Tensor, or a view of one, (size, stride, offset, transposed); torch.load restores storages."""
     tensor = importlib.import_module(PACKAGE).NVFP4Tensor
     return tensor._from_pickle(fields, requires_grad, is_parameter, view)
+
+
+@pin
+def _rebuild_fp8(fields: tuple, is_parameter: bool) -> Any:
+    """Unpickle an FP8Tensor, whose first field is the codes in bytes."""
+    codes, *others = fields
+    tensor = importlib.import_module(PACKAGE).FP8Tensor(codes.view(torch.float8_e4m3fn), *others)
+    return torch.nn.Parameter(tensor, False) if is_parameter else tensor

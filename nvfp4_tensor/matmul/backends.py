@@ -79,7 +79,7 @@ def _choose_fp8(x: Tensor, w: NVFP4Tensor) -> tuple[Backend, str]:
     """Return the backend of a weight with FP8 activations. Operands depend on the shapes only, not on the device."""
     if x.dim() != 2 or x.shape[0] < FP8_ROWS:
         return Backend.DECODED, f"FP8 activations need a matrix of at least {FP8_ROWS} rows"
-    if capability(x.device) == (9, 0) and w.numel() > 0:
+    if has_fp8_tensor_cores(x.device) and w.numel() > 0:
         return Backend.FP8_SCALED_MM, "w's activations are FP8"
     return Backend.FP8_VALUES, f"{x.device} has no FP8 tensor cores that were tried"
 
@@ -133,6 +133,11 @@ def _cuda_capability(device: torch.device) -> tuple[int, int]:
 def has_fp4_tensor_cores(device: torch.device) -> bool:
     """Return whether scaled_mm supports FP4 on the device."""
     return capability(device) >= FP4_CAPABILITY
+
+
+def has_fp8_tensor_cores(device: torch.device) -> bool:
+    """Return whether scaled_mm was tried on the FP8 tensor cores of the device."""
+    return capability(device) == (9, 0)
 
 
 @torch.compiler.assume_constant_result

@@ -112,3 +112,15 @@ class Activations(Choice):
 
     FP8 = 1
     """As e4m3 numbers with a scale per row, by the weight rounded to e4m3, on FP8 tensor cores. Fewer rows stay."""
+
+
+@pin
+class FP8Activations(Choice):
+    """How products with an FP8Tensor scale the operand that they round to e4m3."""
+
+    TENSOR = 1
+    """By one scale: the static ``input_scale``, or the amax of the call / 448."""
+    TOKEN = 2
+    """By one scale per row, amax / 448."""
+    GROUP = 3
+    """By one scale per row and per block of columns of the weight, amax / 448."""

@@ -1,0 +1,151 @@
+"""Torch's operators on an FP8Tensor: linears, views that share its codes, and values for everything else that reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
+
+from nvfp4_tensor.matmul import backends
+from nvfp4_tensor.matmul.fp8 import scaled_mm
+from nvfp4_tensor.numerics.choices import FP8Activations
+from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.tensor.fp8 import E4M3, FP8Spec, FP8Tensor
+from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
+
+__all__ = ["FP8Spec", "FP8Tensor"]
+
+aten = torch.ops.aten
+LARGEST = 448.0
+"""The largest e4m3 number."""
+
+
+@FP8Tensor.implements_torch_function(torch.nn.functional.linear)
+def _functional_linear(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    return linear(*args, **kwargs)
+
+
+@FP8Tensor.implements_torch_function([torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__])
+def _matmul(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    return torch.matmul(*map(_dense, args))  # it would expand and view the weight
+
+
+@FP8Tensor.implements(aten.linear.default)
+def _linear(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    return linear(*args, **kwargs)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return input @ weight^T + bias. The gradient of the input is that of the product without rounded activations."""
+    if not isinstance(weight, FP8Tensor) or isinstance(input, FP8Tensor):
+        return torch.nn.functional.linear(*map(_dense, (input, weight, bias)))
+    needs_grad = input.requires_grad or (bias is not None and bias.requires_grad)
+    if torch.is_grad_enabled() and needs_grad:
+        product: Tensor = _Linear.apply(input, weight)
+        return product if bias is None else product + bias
+    return _product(input, weight, bias)
+
+
+def _product(x: Tensor, w: FP8Tensor, bias: Tensor | None = None) -> Tensor:
+    if w.spec.activations is None or w.transposed:
+        return torch.nn.functional.linear(x, w.dequantize(x.dtype), bias)
+    codes, scale = quantize_activations(x, w)
+    if backends.has_fp8_tensor_cores(x.device) and _fits_scaled_mm(codes, w):
+        factors = (scale.reshape(-1, 1).contiguous().view(-1), w.scale.view(-1).expand(len(w)).contiguous())
+        y = scaled_mm(codes.reshape(-1, w.shape[1]), factors[0], w.qdata, factors[1], bias, x.dtype)
+        return y.view(*x.shape[:-1], len(w))
+    values = (codes.float() * scale.unsqueeze(-1)).to(x.dtype).flatten(-2)[..., : x.shape[-1]]
+    return torch.nn.functional.linear(values, w.dequantize(x.dtype), bias)
+
+
+def _fits_scaled_mm(codes: Tensor, w: FP8Tensor) -> bool:
+    by_row = w.dim() == 2 and w.spec.block in ((0, 0), (1, 0)) and codes.shape[-2] == 1
+    return by_row and w.shape[1] % 16 == 0 and codes.numel() > 0 and w.numel() > 0
+
+
+def quantize_activations(x: Tensor, w: FP8Tensor) -> tuple[Tensor, Tensor]:
+    """Round x (..., K) to e4m3 as ``w.spec.activations`` says.
+
+    Returns:
+        codes, e4m3 (..., blocks, columns of a block), padded with zeros; and their scales, float32 (..., blocks).
+    """
+    kind, columns = w.spec.activations, x.shape[-1]
+    step = w.spec.block[1] if kind == FP8Activations.GROUP else columns
+    values = torch.nn.functional.pad(x.float(), (0, -columns % step)).unflatten(-1, (-1, step))
+    if kind != FP8Activations.TENSOR:
+        scale = _scale_of(values.abs().amax(-1))
+    else:
+        scale = w.input_scale
+        if scale is None:
+            scale = _scale_of(values.abs().amax()) if x.numel() else w.scale.new_ones(())
+        scale = scale.expand(*x.shape[:-1], 1)
+    return (values / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(E4M3), scale
+
+
+def _scale_of(amax: Tensor) -> Tensor:
+    return torch.where(amax == 0, 1.0, amax / LARGEST)
+
+
+class _Linear(torch.autograd.Function):
+    """x @ w^T, which saves the codes instead of decoded values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: FP8Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return _product(x, w)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (w,) = ctx.saved_tensors
+        return dy @ w.dequantize(dy.dtype), None
+
+
+@FP8Tensor.implements([aten.t.default, aten.transpose.int])
+def _transpose(func: Op, types: Types, args: Args, kwargs: Kwargs) -> FP8Tensor:
+    w, dims = args[0], args[1:] or (0, 1)
+    if {dim % w.dim() for dim in dims} != {w.dim() - 2, w.dim() - 1}:
+        raise _unsupported(func)
+    return return_and_correct_aliasing(func, args, kwargs, w.replace(transposed=not w.transposed))
+
+
+@FP8Tensor.implements(aten.select.int)
+def _select(func: Op, types: Types, args: Args, kwargs: Kwargs) -> FP8Tensor:
+    w, dim, index = args
+    if w.dim() < 3 or dim % w.dim():
+        raise _unsupported(func)
+    return return_and_correct_aliasing(func, args, kwargs, w.replace(qdata=w.qdata[index], scale=w.scale[index]))
+
+
+@FP8Tensor.implements(aten._to_copy.default)
+def _to_copy(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    """Copy to a device. Another dtype is what the weight decodes to; its codes stay."""
+    w, dtype = args[0], kwargs.get("dtype") or args[0].dtype
+    if dtype not in HIGH_PRECISION_DTYPES:
+        return func(w.dequantize(), **kwargs)
+    others = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
+    moved = w._apply_fn_to_data(lambda part: func(part, **others))
+    return return_and_correct_aliasing(func, args, kwargs, moved.replace(orig_dtype=dtype))
+
+
+def _operators(cls: type[FP8Tensor], func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    kwargs = kwargs or {}
+    own = cls._ATEN_OP_TABLE[cls].get(func)
+    if own is not None:
+        return own(func, types, args, kwargs)
+    if func._schema.is_mutable or func.is_view:
+        raise _unsupported(func)
+    return func(*tree_map(_dense, args), **tree_map(_dense, kwargs))
+
+
+def _dense(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, FP8Tensor) else value
+
+
+def _unsupported(func: Op) -> RuntimeError:
+    return RuntimeError(f"{func} is not supported on an FP8Tensor, whose codes are read-only: dequantize() first")
+
+
+FP8Tensor.__torch_dispatch__ = classmethod(_operators)  # type: ignore[assignment,method-assign]

@@ -1,0 +1,175 @@
+"""FP8Tensor: its values, products, copies and files, against dense mirrors."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from nvfp4_tensor import FP8Activations, FP8Spec, FP8Tensor
+from nvfp4_tensor.tensor.fp8 import decode
+
+E4M3 = torch.float8_e4m3fn
+SHAPES = [(33, 50), (130, 300), (64, 128), (2, 40, 96), (1, 16)]
+BLOCKS = [(0, 0), (1, 0), (128, 128), (1, 32), (16, 0)]
+TENSOR, TOKEN, GROUP = FP8Activations
+SPECS = [
+    FP8Spec(), FP8Spec((1, 0)), FP8Spec((128, 128)), FP8Spec((0, 0), TENSOR), FP8Spec((1, 0), TOKEN),
+    FP8Spec((128, 128), GROUP),
+]  # fmt: skip
+
+
+def fp8(shape, spec, dtype=torch.bfloat16, static=None, seed=0, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    codes = (torch.randn(shape, generator=generator) * 40).to(E4M3)
+    scale = torch.rand(spec.scale_shape(shape), generator=generator) * 0.01 + 1e-3
+    static = None if static is None else torch.tensor(static)
+    return FP8Tensor(codes, scale, spec, dtype, input_scale=static).to(device)
+
+
+def spread(scale, block, shape):
+    """Each element's scale."""
+    for dim in (-2, -1):
+        scale = scale.repeat_interleave(block[dim] or shape[dim], dim).narrow(dim, 0, shape[dim])
+    return scale
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_values_are_code_times_scale_rounded_once(shape, block, device):
+    w = fp8(shape, FP8Spec(block), device=device)
+    expected = w.qdata.double() * spread(w.scale, block, shape).double()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(w.dequantize(dtype), expected.float().to(dtype))
+    assert w.dequantize().dtype == w.dtype == torch.bfloat16
+    for first, last in ((0, 1), (5, 20), (shape[-2] // 2, shape[-2]), (3, 3)):
+        rows = decode(w.qdata[..., first:last, :], w.scale, block, torch.float32, first)
+        assert torch.equal(rows, expected[..., first:last, :].float())
+
+
+def rounded(x, w):
+    """The activations that a product with w multiplies, float32."""
+    if w.spec.activations is None:
+        return x.float()
+    step = w.spec.block[1] if w.spec.activations == GROUP else x.shape[-1]
+    blocks = x.float().split(step, -1)
+    if w.spec.activations == TENSOR and w.input_scale is not None:
+        scales = [w.input_scale]
+    else:
+        largest = [b.abs().amax(-1, keepdim=True) for b in blocks]
+        largest = [x.float().abs().reshape(1, -1).amax(1)] if w.spec.activations == TENSOR and x.numel() else largest
+        scales = [torch.where(each == 0, 1, each / 448) for each in largest]
+    each = zip(blocks, scales, strict=True)
+    return torch.cat([(b / s).clamp(-448, 448).to(E4M3).float() * s for b, s in each], -1)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("shape", [(33, 50), (130, 300)])
+def test_products(spec, shape, device):
+    for static in (None, 0.002) if spec.activations == TENSOR else (None,):
+        w, b = fp8(shape, spec, torch.float32, static, device=device), torch.randn(shape[0], device=device)
+        for x in (
+            torch.randn(3, 5, shape[1]),
+            torch.zeros(4, shape[1]),
+            torch.randn(shape[1]),
+            torch.zeros(0, shape[1]),
+        ):
+            x = x.to(device)
+            expected = linear(rounded(x, w), w.dequantize(), b)
+            torch.testing.assert_close(linear(x, w, b), expected, rtol=2e-5, atol=2e-5)
+    x = torch.full((2, shape[1]), float("nan"), device=device)
+    assert linear(x, w).isnan().all()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_happens_to_modules(spec):
+    """torch.save, pickle, deepcopy, state_dict, .to and torch.compile keep the codes."""
+    module = nn.Linear(96, 40, dtype=torch.bfloat16)
+    module.weight = nn.Parameter(fp8((40, 96), spec, static=0.01 if spec.activations == TENSOR else None), False)
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    loaded = nn.Linear(96, 40, device="meta")
+    loaded.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    copied = copy.deepcopy(module)
+    copied.load_state_dict(module.state_dict())
+    x = torch.randn(4, 96).bfloat16()
+    with torch.no_grad():
+        expected = module(x)
+        for other in (loaded, copied, pickle.loads(pickle.dumps(module)), torch.compile(module, fullgraph=True)):
+            assert isinstance(other.weight, nn.Parameter) and isinstance(other.weight.data, FP8Tensor)
+            assert torch.equal(other(x), expected)
+        half = copied.to(torch.float16)
+        assert half.weight.dtype == torch.float16 and half.weight.scale.dtype == torch.float32
+        assert torch.equal(half.weight.qdata.view(torch.uint8), module.weight.qdata.view(torch.uint8))
+        assert copy.copy(half).to("meta").weight.qdata.is_meta
+
+
+def test_the_gradient_is_that_of_the_decoded_weight():
+    w = fp8((24, 32), FP8Spec((1, 0), TOKEN), torch.float32)
+    x, b = torch.randn(5, 32, requires_grad=True), torch.randn(24, requires_grad=True)
+    y = linear(x, w, b)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad, dy @ w.dequantize())
+    torch.testing.assert_close(b.grad, dy.sum(0))
+    x = torch.randn(5, 32, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(type(t)) or t, lambda t: t):
+        linear(x, w).sum()
+    assert saved == [FP8Tensor]  # no decoded weight
+
+
+def test_other_operators_decode_or_say_no():
+    w, dense = fp8((3, 24, 32), FP8Spec()), None
+    dense = w.dequantize()
+    x = torch.randn(3, 5, 32).bfloat16()
+    assert torch.equal(x @ w.mT, x @ dense.mT) and torch.equal(w + 1, dense + 1)
+    assert isinstance(w[1], FP8Tensor) and torch.equal(w[1].dequantize(), dense[1])
+    assert w[1].qdata.data_ptr() == w.qdata[1].data_ptr()
+    assert torch.equal(w.mT.dequantize(), dense.mT) and w.mT.stride() == dense.mT.stride()
+    assert torch.equal(linear(x[0], w[1]), linear(x[0], dense[1]))
+    assert torch.equal(x[0] @ w[2].t(), x[0] @ dense[2].t())
+    for write in (lambda: w.zero_(), lambda: w.view(-1), lambda: w.mul_(2), lambda: w[:, 0], lambda: w[0, :4]):
+        with pytest.raises(RuntimeError, match="codes are read-only: dequantize"):
+            write()
+
+
+def test_wrong_fields_are_refused():
+    codes, one = torch.zeros(4, 8).to(E4M3), torch.ones(1, 1)
+    for error, fields in (
+        (TypeError, (codes.float(), one)), (TypeError, (codes, one.bfloat16())), (TypeError, (codes,)),
+        (ValueError, (codes, torch.ones(4, 1))), (ValueError, (codes[0], one)),
+        (TypeError, (codes, one, FP8Spec(), torch.float64)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=r"codes|scales"):
+            FP8Tensor(*fields)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", [FP8Spec((0, 0), TENSOR), FP8Spec((1, 0), TOKEN), FP8Spec((0, 0), TOKEN)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tensor_cores_multiply_the_same_codes(spec, dtype):
+    from nvfp4_tensor.matmul import backends
+
+    for shape in ((256, 512), (40, 96)):
+        for static in (None, 0.01) if spec.activations == TENSOR else (None,):
+            w = fp8(shape, spec, dtype, static, device="cuda")
+            x, b = (
+                torch.randn(7, shape[1], dtype=dtype, device="cuda"),
+                torch.randn(shape[0], dtype=dtype, device="cuda"),
+            )
+            expected = linear(rounded(x, w), w.dequantize(torch.float32), b.float())
+            error = (linear(x, w, b).float() - expected).abs().max() / expected.abs().max()
+            assert error < (1e-5 if dtype == torch.float32 else 2**-8)
+            if backends.has_fp8_tensor_cores(x.device):
+                assert "aten::_scaled_mm" in _ops(lambda x=x, w=w: linear(x, w))
+
+
+def _ops(call):
+    with torch.profiler.profile() as profile:
+        call()
+    return [each.key for each in profile.key_averages()]
