@@ -53,7 +53,7 @@ def run(
 
     start = time.perf_counter()
     with checkpoints.read(src, format) as checkpoint:
-        if not any(entry.quantized for entry in checkpoint.entries.values()):
+        if not any(entry.is_coded for entry in checkpoint.entries.values()):
             raise ValueError(f"{src} has no NVFP4 weights, only dense ones: use `nvfp4 quantize`")
     checkpoints.convert(src, dst, to=to, format=format, weight_only=w4a16, progress=progress, **of_format)
     return Written.of(src, dst, time.perf_counter() - start)
@@ -64,7 +64,7 @@ class Written:
     """A checkpoint that ``quantize`` or ``convert`` wrote.
 
     Attributes:
-        quantized: how many weights are NVFP4; dense: how many tensors are not.
+        quantized, fp8: how many weights are NVFP4, and FP8; dense: how many tensors are neither.
         w4a4: whether activations are quantized.
         bits_per_weight: stored bits per element of the quantized weights, scales included.
         source_bytes, bytes: sizes of the files of weights.
@@ -76,6 +76,7 @@ class Written:
     dst: Path
     format: str
     quantized: int
+    fp8: int
     dense: int
     w4a4: bool
     bits_per_weight: float
@@ -95,9 +96,10 @@ class Written:
 
         with checkpoints.read(dst) as checkpoint:
             quantized = [entry for entry in checkpoint.entries.values() if entry.quantized]
-            bits = sum(entry.meta().bits * entry.numbers for entry in quantized)
+            fp8 = sum(entry.fp8 is not None for entry in checkpoint.entries.values())
+            bits = sum(entry.bits * entry.numbers for entry in quantized)
             return cls(
-                src, dst, checkpoint.format, len(quantized), len(checkpoint.entries) - len(quantized),
+                src, dst, checkpoint.format, len(quantized), fp8, len(checkpoint.entries) - len(quantized) - fp8,
                 any(entry.quantizes_activations for entry in quantized),
                 bits / max(sum(entry.numbers for entry in quantized), 1), size_of(src), size_of(dst), seconds, budget,
                 routed_tokens or None,
@@ -105,9 +107,10 @@ class Written:
 
     def __str__(self) -> str:
         kind = "W4A4" if self.w4a4 else "W4A16"
+        fp8 = f"{self.fp8} FP8, " if self.fp8 else ""
         text = (
             f"{self.dst}: {self.format}, {self.quantized} weights {kind} of {self.bits_per_weight:.2f} bits, "
-            f"{self.dense} tensors dense; {megabytes(self.source_bytes)} -> {megabytes(self.bytes)} in "
+            f"{fp8}{self.dense} tensors dense; {megabytes(self.source_bytes)} -> {megabytes(self.bytes)} in "
             f"{self.seconds:.1f} s"
         )
         if self.budget is None:

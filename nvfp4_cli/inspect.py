@@ -38,7 +38,7 @@ def inspect(path: Path, every: bool, summary: bool, html: Path | None, progress:
         from nvfp4_tensor.checkpoints import inspection
 
         found = inspection.inspect(path, progress=progress)
-        listed = found.tensors if every else found.quantized
+        listed = tuple(each for each in found.tensors if every or each.quantized or each.kind == "FP8")
         if html is not None:
             from nvfp4_cli.report import write_inspection
 
@@ -60,9 +60,10 @@ def as_json(path: Path, found: Inspection, listed: tuple[Weight, ...]) -> Any:
 def as_text(path: Path, found: Inspection, listed: tuple[Weight, ...]) -> str:
     """Sums, and a table of the tensors."""
     total = found.total()
+    fp8 = f" and {total['fp8_tensors']} FP8" if total["fp8_tensors"] else ""
     lines = [
         f"{path}: {found.format}, {found.architecture or 'unknown architecture'}, {megabytes(size_of(path))}",
-        f"{total['quantized_tensors']} of {total['tensors']} tensors are NVFP4, {total['quantized_numbers']:,} of "
+        f"{total['quantized_tensors']} of {total['tensors']} tensors are NVFP4{fp8}, {total['quantized_numbers']:,} of "
         f"{total['numbers']:,} numbers; {total['bits_of_quantized']:.2f} bits per quantized weight, "
         f"{total['bits']:.2f} over all",
     ]

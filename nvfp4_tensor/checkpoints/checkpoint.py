@@ -24,6 +24,7 @@ from nvfp4_tensor.checkpoints.io.files import Files
 from nvfp4_tensor.checkpoints.io.safetensors import what_is_in
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
+from nvfp4_tensor.tensor.fp8 import E4M3, FP8Spec, FP8Tensor
 
 FORMATS = {
     "gguf": "nvfp4_tensor.checkpoints.formats.gguf.format",
@@ -48,8 +49,10 @@ class Entry:
         shape: the logical shape.
         dtype: the stored dtype; for a quantized weight, the dtype that it decodes to.
         quantized: whether it is NVFP4.
-        quantizes_activations, has_input_scale: for a quantized weight, as in :class:`LinearParts`.
+        quantizes_activations, has_input_scale: for a quantized weight, as in :class:`LinearParts`. The second is of
+            FP8 weights too.
         scales: the shape of the per-tensor scale.
+        fp8: how it is scaled if it is FP8; then :meth:`Checkpoint.fp8` reads it, and ``dense`` decodes it.
         group: the stored number of elements of a block: 16, or 32 for MXFP4, which is read as NVFP4.
         shard: the name of its file, or None if there is no file.
     """
@@ -60,6 +63,7 @@ class Entry:
     quantizes_activations: bool = False
     has_input_scale: bool = False
     scales: tuple[int, ...] = ()
+    fp8: FP8Spec | None = None
     group: int = BLOCK
     shard: str | None = None
 
@@ -74,14 +78,31 @@ class Entry:
         return self.numbers * self.dtype.itemsize
 
     @property
-    def kind(self) -> str:
-        """Return "NVFP4", or the dtype of a dense tensor."""
-        return "NVFP4" if self.quantized else str(self.dtype).removeprefix("torch.")
+    def is_coded(self) -> bool:
+        """Return whether it is NVFP4 or FP8."""
+        return self.quantized or self.fp8 is not None
 
-    def meta(self) -> LinearParts:
-        """Return the parts on the meta device, from which a writer computes the layout of a file."""
+    @property
+    def bits(self) -> float:
+        """Return the stored bits per element, scales included."""
+        if not self.is_coded:
+            return 8.0 * self.dtype.itemsize
+        weight = self.meta()
+        return weight.bits if isinstance(weight, LinearParts) else 8 * weight.nbytes / max(self.numbers, 1)
+
+    @property
+    def kind(self) -> str:
+        """Return "NVFP4", "FP8", or the dtype of a dense tensor."""
+        return "NVFP4" if self.quantized else "FP8" if self.fp8 else str(self.dtype).removeprefix("torch.")
+
+    def meta(self) -> LinearParts | FP8Tensor:
+        """Return a quantized weight on the meta device, from which a writer computes the layout of a file."""
         *rows, columns = self.shape
         empty = functools.partial(torch.empty, dtype=torch.float32, device="meta")
+        if self.fp8 is not None:
+            static = empty(()) if self.has_input_scale else None
+            codes, scale = empty(self.shape, dtype=E4M3), empty(self.fp8.scale_shape(self.shape))
+            return FP8Tensor(codes, scale, self.fp8, self.dtype, input_scale=static)
         return LinearParts(
             qdata=empty((*rows, ceil_to(columns, BLOCK) // 2), dtype=torch.uint8),
             scale=empty((*rows, ceil_to(columns, BLOCK) // BLOCK), dtype=torch.float8_e4m3fn),
@@ -128,9 +149,17 @@ class Checkpoint(abc.ABC):
             raise ValueError(f"{name} is dense: read it by dense(name) instead")
         return self.entries[name]
 
+    def fp8(self, name: str) -> FP8Tensor:
+        """Read a weight in FP8 into new CPU tensors."""
+        raise ValueError(f"{name} is not FP8: read it by linear(name) or dense(name) instead")
+
+    def coded(self, name: str) -> LinearParts | FP8Tensor:
+        """Read a weight in NVFP4 or FP8."""
+        return self.linear(name) if self.entries[name].fp8 is None else self.fp8(name)
+
     @abc.abstractmethod
     def dense(self, name: str) -> Tensor:
-        """Read a tensor that is not quantized."""
+        """Read a tensor that is not quantized; decode one in FP8."""
 
     def per_tensor_scale(self, name: str) -> Tensor:
         """Read the per-tensor scale of a quantized weight, without its codes if the format stores them separately."""

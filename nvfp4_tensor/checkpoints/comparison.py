@@ -38,7 +38,7 @@ class Layer:
     """A tensor that both checkpoints have.
 
     Attributes:
-        kinds: "NVFP4" or the dtype, in a and in b.
+        kinds: "NVFP4", "FP8" or the dtype, in a and in b.
         bits: stored bits per element in b.
         relative: ``norm(b - a) / norm(a)``; snr: the same in dB, None if they are identical.
         largest: the largest ``|b - a|``.
@@ -154,7 +154,7 @@ def _compared(name: str, a: Checkpoint, b: Checkpoint, worst: int) -> tuple[Laye
         if worst and sums.error and "NVFP4" in kinds:
             sums.worst = _largest(worst, [*sums.worst, *_worst_blocks(name, x, difference, first, worst)])
         first += len(x)
-    bits, ratio = 8.0 * entry.dtype.itemsize if parts is None else parts.bits, _ratio(sums.error, sums.signal)
+    bits, ratio = entry.bits if parts is None else parts.bits, _ratio(sums.error, sums.signal)
     return Layer(name, entry.shape, kinds, bits, *ratio, sums.largest, sums.clipped, sums.bad), sums
 
 

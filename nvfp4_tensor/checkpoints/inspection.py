@@ -27,7 +27,7 @@ class Weight:
     """One tensor of a checkpoint. In a dense one, the fields from ``per_tensor_scale`` on are None, 0 or empty.
 
     Attributes:
-        kind: "W4A4", "W4A16", or the dtype of a dense tensor.
+        kind: "W4A4", "W4A16", "FP8", or the dtype of a dense tensor.
         bits: stored bits per element, scales included.
         per_tensor_scale: the smallest and the largest; they differ if each row or expert has its own.
         input_scale: the static scale of the activations.
@@ -81,6 +81,7 @@ class Inspection:
         return {
             "tensors": len(self.tensors),
             "quantized_tensors": len(quantized),
+            "fp8_tensors": sum(weight.kind == "FP8" for weight in self.tensors),
             "numbers": numbers,
             "quantized_numbers": inside,
             "bits": sum(weight.bits * weight.numbers for weight in self.tensors) / max(numbers, 1),
@@ -111,7 +112,7 @@ def inspect(path: str | Path, *, progress: bool = True) -> Inspection:
 
 def _weight(name: str, entry: Entry, checkpoint: Checkpoint) -> Weight:
     if not entry.quantized:
-        return Weight(name, entry.shape, entry.kind, 8.0 * entry.dtype.itemsize)
+        return Weight(name, entry.shape, entry.kind, entry.bits)
     return weight_of(name, checkpoint.linear(name))
 
 

@@ -21,10 +21,7 @@ def dense_linears(checkpoint: Checkpoint) -> list[str]:
     modules = [
         name.removesuffix(".weight")
         for name, entry in checkpoint.entries.items()
-        if name.endswith(".weight")
-        and not entry.quantized
-        and len(entry.shape) > 1
-        and not is_matched(name, NOT_LINEAR)
+        if name.endswith(".weight") and not entry.is_coded and len(entry.shape) > 1 and not is_matched(name, NOT_LINEAR)
     ]
     if "lm_head.weight" not in checkpoint.entries:
         modules.append("lm_head")
@@ -38,17 +35,24 @@ def warn_of_mixed_groups(checkpoint: Checkpoint) -> None:
     for name in entries:
         group = joined_with(name, entries)
         groups.setdefault(_layer_of_expert(name) or group, []).append(name)
-    mixed = [names for names in groups.values() if any(entries[name].quantized for name in names)]
-    dense = [name for names in mixed for name in names if not entries[name].quantized]
+    mixed = [names for names in groups.values() if any(entries[name].is_coded for name in names)]
+    dense = [name for names in mixed for name in names if not entries[name].is_coded]
     if dense:
         warnings.warn(
             f"{some(dense)} are dense, but linears that servers join them with are quantized, and vLLM raises an "
             "error: leave all of q, k and v dense, or none; likewise gate and up, and all experts of a layer",
             stacklevel=2,
         )
-    uneven = [names for names in mixed if len({entries[name].quantizes_activations for name in names}) > 1]
-    weight_only = [name for names in uneven for name in names if not entries[name].quantizes_activations]
-    if set(weight_only) - set(dense):
+    coded = [[name for name in names if entries[name].is_coded] for names in mixed]
+    uneven = [each for each in coded if len({(entries[n].fp8, entries[n].quantizes_activations) for n in each}) > 1]
+    if fp8 := [name for names in uneven for name in names if entries[name].fp8]:
+        warnings.warn(
+            f"{some(fp8)} are FP8, and linears that servers join them with are quantized otherwise, so vLLM raises an "
+            "error: quantize all of q, k and v alike; likewise gate and up, and all experts of a layer",
+            stacklevel=2,
+        )
+    w4 = [name for names in uneven if not set(names) & set(fp8) for name in names]
+    if weight_only := [name for name in w4 if not entries[name].quantizes_activations]:
         warnings.warn(
             f"{some(weight_only)} are weight-only (W4A16), but linears that servers join them with are W4A4, and vLLM "
             "raises an error: calibrate all of q, k and v, or none; likewise gate and up, and all experts of a layer",

@@ -19,16 +19,18 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.formats.modelopt import keys_of
 from nvfp4_tensor.checkpoints.io.safetensors import parse_json
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, check_scales, tensor_of
-from nvfp4_tensor.numerics.choices import ProductBackend
+from nvfp4_tensor.dispatch.fp8 import FP8Spec, FP8Tensor
+from nvfp4_tensor.numerics.choices import FP8Activations, ProductBackend
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.tensor.fp8 import E4M3
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _SCALES = ("scale", "per_tensor_scale")
 
 
 def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with every NVFP4Tensor replaced by plain tensors. :func:`from_plain` is the exact inverse.
+    """Return a state dict with every NVFP4Tensor and FP8Tensor as plain tensors. :func:`from_plain` is the inverse.
 
     Other values are unchanged. Codes are shared, not copied.
 
@@ -43,7 +45,9 @@ def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for name, value in state_dict.items():
         plain[name] = value
-        if isinstance(value, NVFP4Tensor):
+        if isinstance(value, FP8Tensor):
+            plain |= _plain_fp8(name, value.detach())
+        elif isinstance(value, NVFP4Tensor):
             weight, keys = value.detach(), part_names(name)
             settings = json.dumps(_settings(weight)).encode()
             plain[name] = weight.qdata
@@ -66,10 +70,11 @@ def from_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     state = {}
     for name, value in state_dict.items():
         if name in weights:
+            read, kind = (_fp8, "FP8") if value.dtype == E4M3 else (_nvfp4, "NVFP4")
             try:
-                state[name] = _nvfp4(name, state_dict)
+                state[name] = read(name, state_dict)
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{name}: not an NVFP4 weight: {error}") from None
+                raise ValueError(f"{name}: not an {kind} weight: {error}") from None
         elif name not in parts:
             state[name] = value
     return state
@@ -130,6 +135,29 @@ def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:
         product_backend=ProductBackend[settings.get("product_backend", "AUTO")],
         transposed=bool(settings.get("transposed", False)),
     )
+
+
+def _plain_fp8(name: str, weight: FP8Tensor) -> dict[str, Tensor]:
+    keys, kind = part_names(name), weight.spec.activations
+    fields: dict[str, Any] = {"fp8": weight.spec.block, "activations": None if kind is None else kind.name}
+    fields |= {"dtype": str(weight.orig_dtype).removeprefix("torch."), "transposed": weight.transposed}
+    settings = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
+    plain = {name: weight.qdata, keys["scale"]: weight.scale, keys["settings"]: settings}
+    return plain if weight.input_scale is None else {**plain, keys["input_scale"]: weight.input_scale}
+
+
+def _fp8(name: str, state_dict: Mapping[str, Any]) -> FP8Tensor:
+    """Return a weight in FP8; one without settings has a scale per tensor."""
+    keys = part_names(name)
+    settings, static = _read_settings(state_dict.get(keys["settings"])), state_dict.get(keys["input_scale"])
+    kind = settings.get("activations", None if static is None else FP8Activations.TENSOR)
+    rows, columns = settings.get("fp8", (0, 0))
+    spec = FP8Spec((rows, columns), FP8Activations.or_none(kind))
+    codes, scale = state_dict[name], state_dict[keys["scale"]]
+    return FP8Tensor(
+        codes, scale.reshape(spec.scale_shape(codes.shape)), spec, getattr(torch, settings.get("dtype", "bfloat16")),
+        bool(settings.get("transposed")), None if static is None else static.reshape(()),
+    )  # fmt: skip
 
 
 def _read_settings(data: Tensor | None) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def check_understood(entries: Mapping[str, Entry], path: Path | None, pre_scales
                 f"{_file(path, entries[name])}: tensor {name}: expected floats {list(wanted)}, found "
                 f"{entries[name].kind} {list(shape)}"
             )
-    coded = [name for name, entry in entries.items() if not entry.quantized and _is_coded(name, entry)]
+    coded = [name for name, entry in entries.items() if not entry.is_coded and _is_coded(name, entry)]
     if coded:
         found = some([f"{name} ({entries[name].kind})" for name in coded])
         raise ValueError(
@@ -95,7 +95,7 @@ def check_understood(entries: Mapping[str, Entry], path: Path | None, pre_scales
     foreign = [
         name
         for name, entry in entries.items()
-        if not entry.quantized and name not in known and _is_foreign(name, entries)
+        if not entry.is_coded and name not in known and _is_foreign(name, entries)
     ]
     if foreign:
         raise ValueError(
@@ -124,7 +124,7 @@ def _is_foreign(name: str, entries: Mapping[str, Entry]) -> bool:
     if name.endswith(CACHE_SCALES):
         return False
     owner = entries.get(f"{module}.weight" if module else "weight")
-    if owner is not None and owner.quantized:
+    if owner is not None and owner.is_coded:
         return not last.endswith("bias")
     if _RESCALES.fullmatch(last) or (owner is not None and len(owner.shape) > 1 and _BESIDE.fullmatch(last)):
         return True
@@ -137,6 +137,6 @@ def _follows(name: str, stem: str, entries: Mapping[str, Entry]) -> bool:
     entry, suffix = entries.get(stem), name[len(stem) + 1 :]
     if entry is None or len(entry.shape) < 2:
         return False
-    if entry.quantized:
+    if entry.is_coded:
         return not suffix.endswith("bias")
     return (_RESCALES.fullmatch(suffix) or _BESIDE.fullmatch(suffix)) is not None

@@ -13,6 +13,7 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.quantization.model_families import EMBEDDINGS, LM_HEAD
 from nvfp4_tensor.quantization.names import is_matched, is_stored_transposed
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 
 
 class View(Checkpoint):
@@ -31,6 +32,9 @@ class View(Checkpoint):
 
     def linear(self, name: str) -> LinearParts:
         return self.source.linear(self.stored.get(name, name))
+
+    def fp8(self, name: str) -> FP8Tensor:
+        return self.source.fp8(self.stored.get(name, name))
 
     def dense(self, name: str) -> Tensor:
         return self.source.dense(self.stored.get(name, name))
@@ -61,10 +65,14 @@ class WeightOnly(View):
     def __init__(self, source: Checkpoint) -> None:
         super().__init__(source)
         for name, entry in source.entries.items():
-            self.entries[name] = dataclasses.replace(entry, quantizes_activations=False, has_input_scale=False)
+            fp8 = None if entry.fp8 is None else dataclasses.replace(entry.fp8, activations=None)
+            self.entries[name] = dataclasses.replace(entry, quantizes_activations=False, has_input_scale=False, fp8=fp8)
 
     def linear(self, name: str) -> LinearParts:
         return self.source.linear(name).weight_only()
+
+    def fp8(self, name: str) -> FP8Tensor:
+        return self.source.fp8(name).weight_only()
 
 
 class WithCacheScales(View):

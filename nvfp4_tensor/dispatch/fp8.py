@@ -51,14 +51,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _product(x: Tensor, w: FP8Tensor, bias: Tensor | None = None) -> Tensor:
     if w.spec.activations is None or w.transposed:
-        return torch.nn.functional.linear(x, w.dequantize(x.dtype), bias)
+        return torch.nn.functional.linear(x, w.values(x.dtype), bias)
     codes, scale = quantize_activations(x, w)
     if backends.has_fp8_tensor_cores(x.device) and _fits_scaled_mm(codes, w):
         factors = (scale.reshape(-1, 1).contiguous().view(-1), w.scale.view(-1).expand(len(w)).contiguous())
         y = scaled_mm(codes.reshape(-1, w.shape[1]), factors[0], w.qdata, factors[1], bias, x.dtype)
         return y.view(*x.shape[:-1], len(w))
     values = (codes.float() * scale.unsqueeze(-1)).to(x.dtype).flatten(-2)[..., : x.shape[-1]]
-    return torch.nn.functional.linear(values, w.dequantize(x.dtype), bias)
+    return torch.nn.functional.linear(values, w.values(x.dtype), bias)
 
 
 def _fits_scaled_mm(codes: Tensor, w: FP8Tensor) -> bool:
@@ -78,9 +78,8 @@ def quantize_activations(x: Tensor, w: FP8Tensor) -> tuple[Tensor, Tensor]:
     if kind != FP8Activations.TENSOR:
         scale = _scale_of(values.abs().amax(-1))
     else:
-        scale = w.input_scale
-        if scale is None:
-            scale = _scale_of(values.abs().amax()) if x.numel() else w.scale.new_ones(())
+        largest = values.abs().amax() if x.numel() else w.scale.new_zeros(())
+        scale = _scale_of(largest) if w.input_scale is None else w.input_scale
         scale = scale.expand(*x.shape[:-1], 1)
     return (values / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
@@ -100,7 +99,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (w,) = ctx.saved_tensors
-        return dy @ w.dequantize(dy.dtype), None
+        return dy @ w.values(dy.dtype), None
 
 
 @FP8Tensor.implements([aten.t.default, aten.transpose.int])
@@ -124,7 +123,7 @@ def _to_copy(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     """Copy to a device. Another dtype is what the weight decodes to; its codes stay."""
     w, dtype = args[0], kwargs.get("dtype") or args[0].dtype
     if dtype not in HIGH_PRECISION_DTYPES:
-        return func(w.dequantize(), **kwargs)
+        return func(w.values(), **kwargs)
     others = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
     moved = w._apply_fn_to_data(lambda part: func(part, **others))
     return return_and_correct_aliasing(func, args, kwargs, moved.replace(orig_dtype=dtype))
@@ -141,7 +140,7 @@ def _operators(cls: type[FP8Tensor], func: Op, types: Types, args: Args = (), kw
 
 
 def _dense(value: Any) -> Any:
-    return value.dequantize() if isinstance(value, FP8Tensor) else value
+    return value.values() if isinstance(value, FP8Tensor) else value
 
 
 def _unsupported(func: Op) -> RuntimeError:

@@ -28,6 +28,7 @@ from nvfp4_tensor.generation.prompt import ShortPrompts, fits, make_room, read
 from nvfp4_tensor.generation.ring import Place
 from nvfp4_tensor.generation.token_step import Rotation, TokenStep
 from nvfp4_tensor.quantization.linear import PRE_SCALE
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _REQUESTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -62,7 +63,7 @@ class Plan:
         if self.device.type == "cpu" and not by_operators:
             _check_family(model)
             self.description = _describe(model, modules)
-            if not _scales_inputs(modules):
+            if not _needs_operators(modules):
                 self._layers = CpuLayers(self.description)
         else:
             check_modules(modules, (model,), patched=True)
@@ -269,9 +270,10 @@ def _describe(model: Any, modules: dict[str, nn.Module]) -> Model:
     return description
 
 
-def _scales_inputs(modules: dict[str, nn.Module]) -> bool:
-    """Return whether a linear multiplies its inputs by a scale, which only the operators of a graph do."""
-    return any(PRE_SCALE in each._buffers for each in modules.values())
+def _needs_operators(modules: dict[str, nn.Module]) -> bool:
+    """Return whether a linear multiplies its inputs by a scale, or is FP8, which only the operators of a graph do."""
+    in_fp8 = (isinstance(each._parameters.get("weight"), FP8Tensor) for each in modules.values())
+    return any(in_fp8) or any(PRE_SCALE in each._buffers for each in modules.values())
 
 
 def _check_layers(inner: Any) -> None:

@@ -18,6 +18,7 @@ from nvfp4_tensor.quantization import callers
 from nvfp4_tensor.quantization.conv1d import is_linear
 from nvfp4_tensor.quantization.observer import ObservedLinear
 from nvfp4_tensor.quantization.trained import dense_linear
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 PRE_SCALE = "pre_quant_scale"
@@ -93,6 +94,8 @@ def quantizable(module: nn.Module) -> nn.Linear:
     if isinstance(weight, NVFP4Tensor):
         codes = "quantize_(model, NVFP4WeightOnlyConfig()) takes the codes that it trained, or " * weight.requires_grad
         raise ValueError(f"{module} is NVFP4 already: {codes}start from the dense model")
+    if isinstance(weight, FP8Tensor):
+        raise ValueError(f"{module} is FP8: exclude it, which keeps it FP8, or start from the dense model")
     if is_foreign(module):
         raise TypeError(
             f"{type(module).__name__} of torchao would go on quantizing its weight at each call, or observing it: "

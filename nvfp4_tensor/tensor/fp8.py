@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar, SupportsIndex
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nvfp4_tensor._compat.frames import caller_frame_locals
 from nvfp4_tensor._compat.pickles import _rebuild_fp8, pin
 from nvfp4_tensor._compat.source_digest import source_digest
 from nvfp4_tensor._compat.torchao_import import quietly
 from nvfp4_tensor.numerics.choices import FP8Activations
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.tensor.description import NOT_IN_SAFETENSORS
 
 with quietly():
     from torchao.utils import TorchAOBaseTensor
 
 E4M3 = torch.float8_e4m3fn
+NOT_MERGED = "merging an adapter would round it again: keep the adapter apart, or merge it into the dense model"
 
 
 @pin
@@ -133,9 +137,31 @@ class FP8Tensor(TorchAOBaseTensor):
         pass
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values as a dense tensor of ``dtype`` (``orig_dtype`` by default), rounded once."""
+        """Return the values as a dense tensor of ``dtype`` (``orig_dtype`` by default), rounded once.
+
+        Raises:
+            ValueError: peft would merge an adapter into the values, and quantize the sum to NVFP4.
+        """
+        if "peft" in sys.modules and caller_frame_locals("merge", "peft/tuners/lora/torchao.py") is not None:
+            raise ValueError(f"the weight is FP8: {NOT_MERGED}")
+        return self.values(dtype)
+
+    def values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values, as :meth:`dequantize` does for any caller."""
         values = decode(self.qdata, self.scale, self.spec.block, self.orig_dtype if dtype is None else dtype)
         return values.mT if self.transposed else values
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # torch's is a property too, of C
+        """The bytes of the codes and scales."""
+        return self.qdata.nbytes + self.scale.nbytes
+
+    def element_size(self) -> float:  # type: ignore[override]
+        """Return bytes per element as a fraction, so that ``element_size() * numel()`` is :attr:`nbytes`."""
+        return self.nbytes / max(self.numel(), 1)
+
+    def storage(self) -> NoReturn:  # type: ignore[override]
+        raise TypeError(f"an FP8Tensor has no storage: {NOT_IN_SAFETENSORS}")
 
     def replace(self, **changes: Any) -> FP8Tensor:
         """Return a tensor with some fields changed, which shares the others."""

@@ -16,6 +16,7 @@ in config.json, or in both.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,16 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.checkpoints.architectures import TRANSPOSED_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import FP8_CACHE, Checkpoint, Entry, is_fp8_cache
+from nvfp4_tensor.checkpoints.formats import fp8
 from nvfp4_tensor.checkpoints.formats.table import Layout, Scheme, TableFormat
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import read_json
 from nvfp4_tensor.checkpoints.names import dense_linears
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.checkpoints.understood import has_pre_scale
+from nvfp4_tensor.numerics.choices import FP8Activations
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.names import some
+from nvfp4_tensor.tensor.fp8 import FP8Spec
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 LAYOUT_VERSION = "0.47.0"
@@ -42,6 +47,13 @@ LAYOUT_VERSION = "0.47.0"
 AWQ = "NVFP4_AWQ"
 ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False, AWQ: True}
 """The algorithms that are supported, and whether each quantizes activations; AWQ does if there are input scales."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "NVFP4": {"group_size": BLOCK},
+    "W4A16_NVFP4": {"group_size": BLOCK},
+    AWQ: {"group_size": BLOCK, "has_zero_point": False, "pre_quant_scale": True},
+}
+"""Further settings of an algorithm's layers."""
 
 LAYOUT = Layout(
     keys={
@@ -63,6 +75,7 @@ class ModelOpt(TableFormat):
     config_files = f"{HF_QUANT_CONFIG} or config.json"
     is_static = True
     holds_experts = True
+    fp8 = fp8.MODELOPT
     has_pre_scales = True
     cache_scales = ("k_proj.k_scale", "v_proj.v_scale")
     reserved = (".weight_scale", ".weight_scale_2")
@@ -90,6 +103,11 @@ class ModelOpt(TableFormat):
     def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
         info, schemes = checkpoint.shards.info, {}
         for name, codes in info.items():
+            if fp8.is_stored(checkpoint, name) and (spec := fp8.ALGORITHMS.get(str(_algorithm_of(checkpoint, name)))):
+                static = spec.activations == FP8Activations.TENSOR and fp8.keys_of(name)["input_scale"] in info
+                if spec.activations == FP8Activations.TENSOR and not static:
+                    spec = FP8Spec(spec.block)
+                schemes[name] = Scheme(fp8=spec, static=static)
             if codes.dtype != torch.uint8:
                 continue
             key = keys_of(name)["scale"]
@@ -117,6 +135,15 @@ class ModelOpt(TableFormat):
             tensors |= {key: tensors[key].mT.contiguous() for key in list(tensors)[:2]}
         return tensors
 
+    def check(self, checkpoint: Checkpoint) -> None:
+        super().check(checkpoint)
+        if dense := [name for name, each in checkpoint.entries.items() if each.fp8 == FP8Spec()]:
+            warnings.warn(
+                f"{some(dense)} in FP8 keep activations dense, and vLLM needs an input scale beside ModelOpt's FP8: "
+                "convert to compressed-tensors to serve the model",
+                stacklevel=user_level(),
+            )
+
     def write(self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, **options: Any) -> None:
         super(ModelOpt, format_for(checkpoint.config)).write(checkpoint, path, progress=progress, **options)
 
@@ -141,52 +168,79 @@ def _are_transposed(weight: tuple[int, ...], scale: tuple[int, ...]) -> bool:
 
 
 def _checked(folder: Path, flat: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration if all its layers are NVFP4."""
-    algorithm = flat.get("quant_algo")
-    layers = flat.get("quantized_layers") or {}
+    """Return the configuration if all its layers are NVFP4 or FP8, with the names of algorithms in capitals."""
+    algorithm = _upper(flat)
+    layers = {name: {**each, "quant_algo": _upper(each)} for name, each in (flat.get("quantized_layers") or {}).items()}
+    known = (*ALGORITHMS, *fp8.ALGORITHMS)
     if algorithm == "MIXED_PRECISION":
-        kinds = {name: layer.get("quant_algo") for name, layer in layers.items()}
-        if others := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in ALGORITHMS]:
+        kinds = {name: layer["quant_algo"] for name, layer in layers.items()}
+        if others := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in known]:
             raise ValueError(
-                f"{folder}: expected layers of {' or '.join(ALGORITHMS)} in MIXED_PRECISION, found {some(others)}"
+                f"{folder}: expected layers of {' or '.join(known)} in MIXED_PRECISION, found {some(others)}"
             )
-    elif algorithm not in ALGORITHMS:
+    elif algorithm not in known:
         raise ValueError(
-            f"{folder}: expected ModelOpt's quant_algo {', '.join(ALGORITHMS)} or MIXED_PRECISION, found {algorithm}"
+            f"{folder}: expected ModelOpt's quant_algo {', '.join(known)} or MIXED_PRECISION, found "
+            f"{flat.get('quant_algo')}"
         )
-    sizes = {flat.get("group_size"), *(layer.get("group_size") for layer in layers.values())} - {None}
+    of_nvfp4 = [layer for layer in layers.values() if layer["quant_algo"] in ALGORITHMS]
+    sizes = {each.get("group_size") for each in ([flat] if algorithm in ALGORITHMS else []) + of_nvfp4} - {None}
     if sizes - {BLOCK}:
         raise ValueError(f"{folder}: expected group_size {BLOCK}, found {sorted(sizes)}")
-    return {**flat, "quantized_layers": layers}
+    return {**flat, "quant_algo": algorithm, "quantized_layers": layers}
+
+
+def _upper(layer: Mapping[str, Any]) -> str:
+    return str(layer.get("quant_algo")).upper()
+
+
+def _algorithm_of(checkpoint: FolderCheckpoint, name: str) -> str | None:
+    """Return the algorithm of a weight, which the configuration may have for a module around it."""
+    if not checkpoint.is_described:
+        return AWQ
+    algorithm: str = checkpoint.quantization["quant_algo"]
+    layers, module = checkpoint.quantization["quantized_layers"], name.removesuffix(".weight")
+    if algorithm != "MIXED_PRECISION":
+        return algorithm
+    while module and module not in layers:
+        module = module.rpartition(".")[0]
+    return layers[module]["quant_algo"] if module else None
 
 
 def _quantizes_activations(checkpoint: FolderCheckpoint, name: str) -> bool:
-    algorithm = checkpoint.quantization["quant_algo"] if checkpoint.is_described else AWQ
-    if algorithm == "MIXED_PRECISION":
-        layer = checkpoint.quantization["quantized_layers"].get(name.removesuffix(".weight"))
-        if layer is None:
-            raise ValueError(
-                f"{checkpoint.path}: tensor {name} is NVFP4 (uint8, with weight_scale), but is not in quantized_layers "
-                "of the MIXED_PRECISION configuration"
-            )
-        algorithm = layer["quant_algo"]
-    groups = checkpoint.quantization.get("config_groups") or {}
+    algorithm = _algorithm_of(checkpoint, name)
+    if algorithm is None:
+        raise ValueError(
+            f"{checkpoint.path}: tensor {name} is NVFP4 (uint8, with weight_scale), but is not in quantized_layers "
+            "of the MIXED_PRECISION configuration"
+        )
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"{checkpoint.path}: tensor {name} is NVFP4 (uint8), and {algorithm} in the configuration")
+    groups = (checkpoint.quantization.get("config_groups") or {}).values()
+    groups = [group for group in groups if (group.get("weights") or {}).get("num_bits", 4) == 4]
     # NVFP4 without a group that quantizes activations is weight-only, for servers too.
-    if algorithm == "NVFP4" and groups and all(not group.get("input_activations") for group in groups.values()):
+    if algorithm == "NVFP4" and groups and not any(group.get("input_activations") for group in groups):
         return False
     return ALGORITHMS[algorithm] and (algorithm != AWQ or keys_of(name)["input_scale"] in checkpoint.shards.info)
 
 
 def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return quant_algo, group_size and, if linears differ, quantized_layers."""
-    entries = {name.removesuffix(".weight"): entry for name, entry in checkpoint.entries.items() if entry.quantized}
-    algorithms = {name: "NVFP4" if each.quantizes_activations else "W4A16_NVFP4" for name, each in entries.items()}
+    entries = {name.removesuffix(".weight"): entry for name, entry in checkpoint.entries.items() if entry.is_coded}
+    algorithms = {name: _name_of(entry) for name, entry in entries.items()}
     if any(has_pre_scale(name, checkpoint.entries) for name in checkpoint.entries):
-        return {"quant_algo": AWQ, "group_size": BLOCK, "has_zero_point": False, "pre_quant_scale": True}
-    if len(set(algorithms.values())) < 2:
-        return {"quant_algo": next(iter(algorithms.values()), "W4A16_NVFP4"), "group_size": BLOCK}
-    layers = {name: {"quant_algo": algorithm, "group_size": BLOCK} for name, algorithm in algorithms.items()}
+        algorithms = {name: AWQ if each in ALGORITHMS else each for name, each in algorithms.items()}
+    layers = {name: SETTINGS.get(algorithm, {}) | {"quant_algo": algorithm} for name, algorithm in algorithms.items()}
+    found = list(layers.values()) or [{"quant_algo": "W4A16_NVFP4", "group_size": BLOCK}]
+    if all(each == found[0] for each in found):
+        return found[0]
     return {"quant_algo": "MIXED_PRECISION", "group_size": BLOCK, "quantized_layers": layers}
+
+
+def _name_of(entry: Entry) -> str:
+    if entry.fp8 is not None:
+        return str(fp8.algorithm_of(entry.fp8, entry.has_input_scale))
+    return "NVFP4" if entry.quantizes_activations else "W4A16_NVFP4"
 
 
 def hf_quant_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -217,9 +271,15 @@ def flat_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _group(algorithm: str, targets: list[str]) -> dict[str, Any]:
-    arguments = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
-    activations = {"input_activations": dict(arguments)} if ALGORITHMS[algorithm] else {}
-    return {**activations, "weights": arguments, "targets": targets}
+    arguments: dict[str, Any] = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
+    if algorithm in ALGORITHMS:
+        activations = {"input_activations": dict(arguments)} if ALGORITHMS[algorithm] else {}
+        return {**activations, "weights": arguments, "targets": targets}
+    arguments, spec = {"dynamic": False, "num_bits": 8, "type": "float"}, fp8.ALGORITHMS[algorithm]
+    activations = {"input_activations": dict(arguments)} if spec.activations else {}
+    strategies = {(0, 0): {}, (1, 0): {"strategy": "channel"}}
+    block = strategies.get(spec.block, {"strategy": "block", "block_structure": list(spec.block)})
+    return {**activations, "weights": {**arguments, **block}, "targets": targets}
 
 
 def _producer() -> dict[str, str]:

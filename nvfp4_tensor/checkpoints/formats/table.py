@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
+from nvfp4_tensor.checkpoints.formats import fp8
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, warn_of_nan
 from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_is_new, fingerprint
@@ -32,6 +33,7 @@ from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, nan_blocks
 from nvfp4_tensor.checkpoints.understood import check_no_pre_scales, check_settings, check_understood
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS, ceil_to, scale_tiles, swizzle, unswizzle
 from nvfp4_tensor.quantization.names import joined_with, some
+from nvfp4_tensor.tensor.fp8 import FP8Spec, FP8Tensor
 
 SHARD_BYTES = 4 << 30
 """The approximate size of a shard, if the source has only one."""
@@ -98,6 +100,7 @@ class Scheme:
         swizzled: whether block scales are swizzled, if the layout has that order.
         group: the number of elements of a block, 32 for MXFP4.
         loses_activations: whether activations are quantized otherwise than to NVFP4, which is left out.
+        fp8: how it is scaled if it is FP8; of the other attributes, only ``static`` then has a meaning.
     """
 
     activations: bool = False
@@ -109,6 +112,7 @@ class Scheme:
     swizzled: bool = True
     group: int = BLOCK
     loses_activations: bool = False
+    fp8: FP8Spec | None = None
 
 
 class TableFormat(Format):
@@ -120,6 +124,7 @@ class TableFormat(Format):
         is_static: whether its readers need input scales for all W4A4 weights.
         config_files, config_keys: where the configuration is, and its names in config.json.
         has_pre_scales: whether a weight may have a scale of its inputs (AWQ), as :func:`pre_scale_of` names it.
+        fp8: its :class:`FP8Layout`; None if it has no FP8 weights.
         unwritable: why it cannot be written, and what to choose instead; "" if it can.
     """
 
@@ -129,6 +134,7 @@ class TableFormat(Format):
     config_files: ClassVar[str] = "config.json"
     config_keys: ClassVar[tuple[str, ...]] = ("quantization_config",)
     has_pre_scales: ClassVar[bool] = False
+    fp8: ClassVar[Any] = None
     unwritable: ClassVar[str] = ""
 
     def is_own(self, found: Mapping[str, Any]) -> bool:
@@ -173,13 +179,16 @@ class TableFormat(Format):
         """
 
     def entries(self, checkpoint: FolderCheckpoint) -> dict[str, Entry]:
-        """Return the parameters of a folder, and check that each linear has all tensors, with their dtypes and
-        shapes."""
+        """Return the parameters of a folder; check that each linear has its tensors, with their dtypes and shapes."""
         schemes = self.schemes(checkpoint)
-        keys = {name: self.layout.keys_of(name) for name in schemes}
+        keys = {name: fp8.keys_of(name) if each.fp8 else self.layout.keys_of(name) for name, each in schemes.items()}
         parts = {key for each in keys.values() for key in each.values()}
         entries = {name: entry for name, entry in entries_of(checkpoint.shards).items() if name not in parts}
-        entries |= {name: self._entry(checkpoint, keys[name], scheme) for name, scheme in schemes.items()}
+        for name, scheme in schemes.items():
+            if scheme.fp8 is not None:
+                entries[name] = fp8.entry_of(checkpoint, name, scheme.fp8, scheme.static)
+            else:
+                entries[name] = self._entry(checkpoint, keys[name], scheme)
         warn_of_lost_activations(checkpoint.path, [name for name, each in schemes.items() if each.loses_activations])
         if self.is_static and (missing := without_input_scale(entries)):
             raise ValueError(
@@ -276,6 +285,10 @@ class TableFormat(Format):
             return stored.reciprocal(), stored
         return stored / LARGEST if self.layout.number is Number.AMAX else stored, None
 
+    def encoded(self, name: str, weight: LinearParts | FP8Tensor, entry: Entry) -> dict[str, Tensor]:
+        """Return the format's tensors of a weight in NVFP4, as :meth:`encode` does, or in FP8."""
+        return self.encode(name, weight, entry) if isinstance(weight, LinearParts) else self.fp8.encode(name, weight)
+
     def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
         """Return the format's tensors of the weight ``name``. Parts on the meta device give tensors on it."""
         layout, keys = self.layout, self.layout.keys_of(name)
@@ -310,15 +323,16 @@ class TableFormat(Format):
     def check_names(self, checkpoint: Checkpoint) -> None:
         """Raise a ValueError for dense tensors whose names a reader would take for tensors of quantized weights."""
         entries = checkpoint.entries
-        dense = [name for name, entry in entries.items() if not entry.quantized]
+        dense = [name for name, entry in entries.items() if not entry.is_coded]
         if reserved := [name for name in dense if self.reserved and name.endswith(self.reserved)]:
             raise ValueError(
                 f"{self.name} reserves such names for quantized weights, but {some(reserved)} are dense: rename them"
             )
         own = [key for name, e in entries.items() if e.quantized for key in self.layout.keys_of(name).values()]
-        if taken := [key for key in own if key in entries and not entries[key].quantized]:
+        own += [key for name, e in entries.items() if e.fp8 for key in fp8.keys_of(name).values()]
+        if taken := [key for key in own if key in dense]:
             raise ValueError(
-                f"{self.name} uses these names for scales of NVFP4 weights, but {some(taken)} are dense: rename them"
+                f"{self.name} uses such names for scales of quantized weights, and {some(taken)} are dense: rename them"
             )
 
     def check(self, checkpoint: Checkpoint) -> None:
@@ -327,6 +341,7 @@ class TableFormat(Format):
         quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
         if not self.has_pre_scales:
             check_no_pre_scales(checkpoint.entries, self.name)
+        fp8.check(checkpoint.entries, self.name, self.fp8)
         many = [name for name, entry in quantized.items() if entry.scales and len(entry.shape) == 2]
         if many and "per_tensor_scale" in layout.keys:
             raise ValueError(
@@ -404,8 +419,8 @@ class TableFormat(Format):
         entries, tensors_of = checkpoint.entries, {}
         for name in dict.fromkeys(itertools.chain.from_iterable(joined_with(each, entries) for each in entries)):
             tensors_of[name] = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta")}
-            if entries[name].quantized:
-                tensors_of[name] = self.encode(name, entries[name].meta(), entries[name])
+            if entries[name].is_coded:
+                tensors_of[name] = self.encoded(name, entries[name].meta(), entries[name])
         sources = {str(entry.shard) for entry in entries.values()}
         if shard_bytes is not None or len(sources) < 2 or not all(each.endswith(".safetensors") for each in sources):
             return by_size(tensors_of, SHARD_BYTES if shard_bytes is None else shard_bytes)
@@ -434,9 +449,11 @@ class TableFormat(Format):
         with ShardFile(file, tensors, self.metadata(checkpoint)) as shard:
             for name in names:
                 entry = checkpoint.entries[name]
-                if entry.quantized:
+                if entry.fp8:
+                    shard.write_later(self.encoded(name, checkpoint.fp8(name), entry))
+                elif entry.quantized:
                     parts = checkpoint.linear(name)
-                    shard.write_later(self.encode(name, parts, entry))
+                    shard.write_later(self.encoded(name, parts, entry))
                     if lost := lost_factors(parts, stores_divisors=self.layout.number is Number.DIVISOR):
                         factors[name] = lost
                     if nan_blocks(parts):
@@ -458,9 +475,7 @@ class TableFormat(Format):
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
             write_json(state.folder / "model.safetensors.index.json", index)
         quantization = self.config_of(checkpoint)
-        config = (
-            checkpoint.config if quantization is None else checkpoint.config | {"quantization_config": quantization}
-        )
+        config = checkpoint.config | ({} if quantization is None else {"quantization_config": quantization})
         files = {"config.json": config} if config else {}
         for name, value in (files | self.files_of(checkpoint)).items():
             write_json(state.folder / name, value)

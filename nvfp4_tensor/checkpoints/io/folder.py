@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.checkpoints.architectures import is_mask
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, chunks_of
+from nvfp4_tensor.checkpoints.formats import fp8
 from nvfp4_tensor.checkpoints.formats.unlabelled import unlabelled
 from nvfp4_tensor.checkpoints.io.files import Files, check_same
 from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json, read_json
@@ -22,6 +24,7 @@ from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales
 from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.names import natural, some
+from nvfp4_tensor.tensor.fp8 import FP8Spec, FP8Tensor, decode
 
 if TYPE_CHECKING:
     from nvfp4_tensor.checkpoints.formats.table import TableFormat
@@ -82,18 +85,46 @@ class FolderCheckpoint(Checkpoint):
     def decoded(self, name: str, tensors: Mapping[str, Tensor]) -> LinearParts:
         """Return the parts of a linear, from its tensors in the files or elsewhere."""
         entry = self.quantized_entry(name)
-        try:
+        with self._naming(name):
             parts = check_scales(self._format.decode(name, tensors, entry))
             return with_factors(parts, self._factors.get(name, {}))
+
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Add the names of the file and of the weight to errors."""
+        try:
+            yield
         except ValueError as error:
-            file = self.path / str(entry.shard) if self.path.is_dir() else self.path
+            file = self.path / str(self.entries[name].shard) if self.path.is_dir() else self.path
             raise ValueError(f"{file}: tensor {name}: {error}") from None
 
+    def fp8(self, name: str) -> FP8Tensor:
+        return self.decoded_fp8(name, self.shards)
+
+    def decoded_fp8(self, name: str, tensors: Mapping[str, Tensor]) -> FP8Tensor:
+        """Return a weight in FP8, from its tensors in the files or elsewhere."""
+        if self.entries[name].fp8 is None:
+            return super().fp8(name)
+        with self._naming(name):
+            return fp8.decode(name, tensors, self.entries[name])
+
     def dense(self, name: str) -> Tensor:
-        return self.shards[self.stored_name(name)]
+        return self.fp8(name).values() if self._in_fp8(name) else self.shards[self.stored_name(name)]
+
+    def _in_fp8(self, name: str) -> FP8Spec | None:
+        return self.entries[name].fp8 if name in self.entries else None
 
     def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
-        return self.shards.chunks(self.stored_name(name), rows, buffer)
+        spec = self._in_fp8(name)
+        if spec is None:
+            yield from self.shards.chunks(self.stored_name(name), rows, buffer)
+        elif len(self.entries[name].shape) > 2:
+            yield from chunks_of(self.dense(name), rows)
+        else:
+            scale, first = self.decoded_fp8(name, _WithoutBytes(self.shards)).scale, 0
+            for codes in self.shards.chunks(name, rows):
+                yield decode(codes, scale, spec.block, self.entries[name].dtype, first)
+                first += len(codes)
 
     def write_auxiliary_files(self, folder: Path) -> None:
         """Copy the other files of the folder and its subfolders, except those that this package writes."""

@@ -24,6 +24,7 @@ from nvfp4_tensor.checkpoints.models.origins import (
 )
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
+from nvfp4_tensor.dispatch.fp8 import FP8Tensor
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.quantization import NVFP4Linear
 from nvfp4_tensor.quantization.conv1d import as_linear, is_conv1d, is_linear, was_conv1d
@@ -49,7 +50,7 @@ def load(
     strict: bool = True,
     progress: bool = True,
 ) -> nn.Module:
-    """Load a checkpoint into ``model`` in place. NVFP4 weights stay NVFP4, others are dense.
+    """Load a checkpoint into ``model`` in place. NVFP4 and FP8 weights stay so, others are dense.
 
     The model may be on the meta device (``accelerate.init_empty_weights(include_buffers=False)``), dense or quantized.
     Its parameters keep their dtypes and devices (meta becomes CPU), and an NVFP4 weight decodes to the dtype of the
@@ -188,9 +189,9 @@ def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
         shape = shape_of(origin, checkpoint.entries)
     except ValueError as error:
         raise ValueError(f"{file}: {name}: {error}") from None
-    if shape != (expected := slot.stored_shape(entry.quantized)):
+    if shape != (expected := slot.stored_shape(entry.is_coded)):
         raise ValueError(f"{file}: tensor {origin.names[0]}: expected {list(expected)}, found {list(shape)}")
-    if not entry.quantized:
+    if not entry.is_coded:
         if slot.tensor.dtype.is_floating_point and not entry.dtype.is_floating_point:
             raise ValueError(
                 f"{file}: tensor {origin.names[0]}: expected a floating-point dtype for a parameter in "
@@ -204,7 +205,7 @@ def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
         if not is_linear(module) and slot.tensor.dim() != 3:
             raise ValueError(
                 f"{file}: tensor {origin.names[0]}: expected a dense tensor for {holder} of a "
-                f"{type(module).__name__}, found NVFP4, which only linears and experts (E, N, K) support"
+                f"{type(module).__name__}, found {entry.kind}, which only linears and experts (E, N, K) support"
                 + (": untie the output layer from the embedding first" if len(slot.holders) > 1 else "")
             )
 
@@ -213,11 +214,11 @@ def _read(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, 
     """Return the tensor for the model, on its device, and its origin."""
     device = torch.device("cpu") if slot.tensor.is_meta else slot.tensor.device
     value, origin = gather(origin, checkpoint)
-    if isinstance(value, LinearParts):
+    if isinstance(value, LinearParts | FP8Tensor):
         dtype = slot.tensor.dtype
         if dtype not in HIGH_PRECISION_DTYPES:
             dtype = checkpoint.entries[origin.names[0]].dtype
-        weight = tensor_of(value, dtype).to(device)
+        weight = (value.to(dtype) if isinstance(value, FP8Tensor) else tensor_of(value, dtype)).to(device)
         return weight.transpose(-2, -1) if slot.is_transposed else weight, origin
     value = value.t().contiguous() if slot.stored_transposed else value
     floating = slot.tensor.dtype.is_floating_point and value.dtype.is_floating_point
@@ -227,11 +228,12 @@ def _read(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, 
 def _assign(slot: _Slot, tensor: Tensor, origin: Origin, scale: Tensor | None) -> None:
     """Set the tensor in all modules that share it. This cannot fail."""
     quantized = isinstance(tensor, NVFP4Tensor)
+    coded = quantized or isinstance(tensor, FP8Tensor)
     value = tensor
     if isinstance(slot.tensor, nn.Parameter):
-        value = nn.Parameter(tensor, requires_grad=slot.tensor.requires_grad and not quantized)
+        value = nn.Parameter(tensor, requires_grad=slot.tensor.requires_grad and not coded)
     for module, attribute in slot.holders.values():
-        setattr(as_linear(module) if quantized else module, attribute, value)
+        setattr(as_linear(module) if coded else module, attribute, value)
         origins = dict(getattr(module, ORIGINS, {}))
         origins.pop(attribute, None)
         if origin.factors or not origin.is_whole or origin.names[0] not in slot.holders:

@@ -16,9 +16,11 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.architectures import JOINED_AS, MIXTRAL_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.sidecar import with_factors
+from nvfp4_tensor.checkpoints.models import fp8_joins
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
 from nvfp4_tensor.checkpoints.understood import has_pre_scale, pre_scale_of
 from nvfp4_tensor.quantization.names import some
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 
 _KEPT = ("divisor", "input_scale", "input_divisor")
 
@@ -110,12 +112,12 @@ def shape_of(origin: Origin, entries: Mapping[str, Entry]) -> tuple[int, ...]:
     """
     if origin.is_whole:
         return entries[origin.names[0]].shape
-    dense = [name for name in origin.names if not entries[name].quantized]
-    if dense and len(dense) < len(origin.names):
+    kinds = {_kind(entries[name]): name for name in reversed(origin.names)}
+    if len(kinds) > 1:
+        kind, other = sorted(kinds)[-1], sorted(kinds)[0]
         raise ValueError(
-            f"{dense[0]} is dense, but tensors that the model joins with it are NVFP4 "
-            f"({next(name for name in origin.names if entries[name].quantized)}): leave all of q, k and v dense, or "
-            "none; likewise gate and up, and all experts of a layer"
+            f"{kinds[kind]} is {kind}, but tensors that the model joins with it are {other} ({kinds[other]}): leave "
+            "all of q, k and v dense, or none; likewise gate and up, and all experts of a layer"
         )
     for group in origin.groups:
         rows, rest = tuple(entries[each].shape[0] for each in group), {entries[each].shape[1:] for each in group}
@@ -126,8 +128,19 @@ def shape_of(origin: Origin, entries: Mapping[str, Entry]) -> tuple[int, ...]:
     return (len(origin.groups), *shape) if origin.stacked else shape
 
 
+def _kind(entry: Entry) -> str:
+    """Return what weights must have in common to be joined."""
+    if entry.fp8 is None:
+        return "NVFP4" if entry.quantized else "dense"
+    kind = entry.fp8.activations
+    activations = "dense" if kind is None else f"{'static' if entry.has_input_scale else 'dynamic'} {kind.name.lower()}"
+    return f"FP8 (blocks of {entry.fp8.block[1] or 'all'} columns, activations {activations})"
+
+
 def gather(origin: Origin, checkpoint: Checkpoint) -> tuple[LinearParts | Tensor, Origin]:
-    """Read a parameter: its parts or a dense tensor, and the origin with the scales of the file."""
+    """Read a parameter: its parts, an FP8Tensor or a dense tensor; and the origin with the scales of the file."""
+    if checkpoint.entries[origin.names[0]].fp8 is not None:
+        return _gather_fp8(origin, {name: checkpoint.fp8(name) for name in origin.names})
     first, leading = origin.names[0], (len(origin.groups), -1) if origin.stacked else (-1,)
     if not checkpoint.entries[first].quantized:
         if origin.is_whole:
@@ -149,6 +162,25 @@ def gather(origin: Origin, checkpoint: Checkpoint) -> tuple[LinearParts | Tensor
         input_divisor=None,
         input_amax=_largest([each.input_amax for each in parts.values()]),
     ), origin
+
+
+def _gather_fp8(origin: Origin, parts: Mapping[str, FP8Tensor]) -> tuple[FP8Tensor, Origin]:
+    """Join weights in FP8, with the largest of their input scales."""
+    kept = {name: {"input_scale": w.input_scale.item()} for name, w in parts.items() if w.input_scale is not None}
+    origin = dataclasses.replace(origin, factors=kept)
+    joined = fp8_joins.join([[parts[name] for name in group] for group in origin.groups], origin.stacked)
+    return joined.replace(input_scale=_largest([w.input_scale for w in parts.values()])), origin
+
+
+def split_fp8(w: FP8Tensor, origin: Origin) -> dict[str, FP8Tensor]:
+    """Split a weight in FP8 into the tensors of its origin, with the input scales of the file if they still match."""
+    if origin.is_whole:
+        return {origin.names[0]: w}
+    tensors = dict(zip(origin.names, fp8_joins.split(w, origin.rows, origin.stacked), strict=True))
+    kept = {name: torch.tensor(each["input_scale"]) for name, each in origin.factors.items() if "input_scale" in each}
+    if w.input_scale is not None and len(kept) == len(tensors) and _largest(list(kept.values())) == w.input_scale:
+        return {name: each.replace(input_scale=kept[name]) for name, each in tensors.items()}
+    return tensors
 
 
 def pre_scales_of(origin: Origin, entries: Mapping[str, Entry]) -> list[str]:

@@ -15,10 +15,11 @@ from nvfp4_tensor.checkpoints.architectures import JOINED_AS, MIXTRAL_EXPERTS, M
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
 from nvfp4_tensor.checkpoints.convert import different_scales
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
-from nvfp4_tensor.checkpoints.models.origins import Origin, expert_group, in_mixtral, split
+from nvfp4_tensor.checkpoints.models.origins import Origin, expert_group, in_mixtral, split, split_fp8
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, parts_of, tensor_of
 from nvfp4_tensor.checkpoints.understood import pre_scale_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
+from nvfp4_tensor.dispatch.fp8 import FP8Tensor
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.quantization.conv1d import was_conv1d
 from nvfp4_tensor.quantization.linear import PRE_SCALE
@@ -115,6 +116,11 @@ class ModelCheckpoint(Checkpoint):
             names = self._origin(f"{name.removesuffix(PRE_SCALE)}weight").names
             return {pre_scale_of(each): Entry(shape=tuple(tensor.shape), dtype=tensor.dtype) for each in names}
         origin = self._origin(name)
+        if isinstance(tensor, FP8Tensor):
+            return {
+                each: Entry(shape=tuple(w.shape), dtype=w.dtype, fp8=w.spec, has_input_scale=w.input_scale is not None)
+                for each, w in split_fp8(tensor, origin).items()
+            }
         if not isinstance(tensor, NVFP4Tensor):
             return {n: Entry(shape=tuple(p.shape), dtype=p.dtype) for n, p in _split_dense(tensor, origin).items()}
         try:
@@ -152,7 +158,15 @@ class ModelCheckpoint(Checkpoint):
         parts = self._last[1][name]
         return self._requantized(name, parts) if name in self._shared else parts
 
+    def fp8(self, name: str) -> FP8Tensor:
+        parameter = self._parameter[name]
+        weight = self._tensors[parameter]
+        assert isinstance(weight, FP8Tensor)
+        return split_fp8(weight.cpu(), self._origin(parameter))[name]
+
     def dense(self, name: str) -> Tensor:
+        if self.entries[name].fp8 is not None:
+            return self.fp8(name).values()
         parameter = self._parameter[name]
         if parameter.rpartition(".")[2] == PRE_SCALE:
             return self._tensors[parameter].detach().cpu()
@@ -219,8 +233,8 @@ def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
 
 
 def _stored_orientation(tensor: Tensor, conv1d: bool = False) -> Tensor:
-    """Return NVFP4 experts (E, K, N), and weights (K, N) of a former Conv1D, with blocks along K, as in files."""
-    transposed = isinstance(tensor, NVFP4Tensor) and tensor.transposed and (tensor.dim() == 3 or conv1d)
+    """Return coded experts (E, K, N), and weights (K, N) of a former Conv1D, with blocks along K, as in files."""
+    transposed = isinstance(tensor, NVFP4Tensor | FP8Tensor) and tensor.transposed and (tensor.dim() == 3 or conv1d)
     return tensor.detach().transpose(-2, -1) if transposed else tensor
 
 

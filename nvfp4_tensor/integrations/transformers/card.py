@@ -90,11 +90,13 @@ def _table(model: PreTrainedModel, checkpoint: Checkpoint, knows_specs: bool) ->
     quantized = [entry for entry in checkpoint.entries.values() if entry.quantized]
     stored = sum(_stored_bytes(entry) for entry in checkpoint.entries.values())
     dense = sum(_elements([entry]) * entry.dtype.itemsize for entry in checkpoint.entries.values())
-    bits = 8 * sum(_stored_bytes(entry) for entry in quantized) / _elements(quantized)
+    bits = 8 * sum(_stored_bytes(entry) for entry in quantized) / max(_elements(quantized), 1)
+    in_fp8 = sum(entry.fp8 is not None for entry in checkpoint.entries.values())
+    fp8 = f", {in_fp8} in FP8" if in_fp8 else ""
     algorithm = modelopt.quantization_of(checkpoint)["quant_algo"]
     rounding = _specs(model) if knows_specs else "as in the checkpoint that it was loaded from"
     return {
-        "weights": f"{algorithm}: {len(quantized)} matrices, {bits:.2f} bits per weight",
+        "weights": f"{algorithm}: {len(quantized)} matrices, {bits:.2f} bits per weight{fp8}",
         "rounding (nvfp4_tensor.QuantizeSpec)": rounding,
         "activations": _activations(quantized),
         "left dense": ", ".join(dense_linears(checkpoint)) or "no linear",
@@ -131,7 +133,4 @@ def _elements(entries: Iterable[Entry]) -> int:
 
 
 def _stored_bytes(entry: Entry) -> int:
-    if not entry.quantized:
-        return math.prod(entry.shape) * entry.dtype.itemsize
-    parts = entry.meta()
-    return sum(t.numel() * t.dtype.itemsize for t in (parts.qdata, parts.scale, parts.per_tensor_scale))
+    return round(entry.bits * math.prod(entry.shape) / 8)

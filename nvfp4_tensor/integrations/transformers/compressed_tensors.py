@@ -23,7 +23,9 @@ class CompressedTensorsNVFP4Config(CheckpointConfig):
     """The quantization_config of a checkpoint in compressed-tensors' layout."""
 
     checkpoint_format = compressed_tensors.FORMAT
-    tensor_names = ("weight", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+    tensor_names = (
+        "weight", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", "input_scale",
+    )  # fmt: skip
 
 
 class AutoRoundNVFP4Config(CompressedTensorsNVFP4Config):
@@ -33,9 +35,10 @@ class AutoRoundNVFP4Config(CompressedTensorsNVFP4Config):
 
 
 def is_fp4(config: Mapping[str, Any]) -> bool:
-    """Return whether every group of compressed-tensors' quantization_config has NVFP4 or MXFP4 weights."""
+    """Return whether a group of compressed-tensors' quantization_config has NVFP4 or MXFP4, and the others FP8."""
     groups = list((config.get("config_groups") or {}).values())
-    return bool(groups) and all(map(compressed_tensors.group_size, groups))
+    fp4 = [group for group in groups if compressed_tensors.group_size(group)]
+    return bool(fp4) and all(group in fp4 or compressed_tensors.is_fp8(group) for group in groups)
 
 
 OURS: dict[str, tuple[type[CheckpointConfig], Callable[[Mapping[str, Any]], bool]]] = {
@@ -55,9 +58,9 @@ _THEIRS: dict[str, tuple[Any, Any]] = {
 def read_compressed_tensors(natively: bool = True) -> None:
     """Load compressed-tensors' NVFP4 and MXFP4 checkpoints as NVFP4, instead of decompressing them at the first call.
 
-    This replaces transformers' reader for checkpoints in which every group is NVFP4 or MXFP4, and for those of
-    AutoRound; other checkpoints still use it. ``natively=False`` restores it. The packages compressed-tensors and
-    auto-round are not needed.
+    This replaces transformers' reader for checkpoints of AutoRound, and for those whose groups are NVFP4 or MXFP4, and
+    maybe FP8, which stays FP8. Other checkpoints still use it. ``natively=False`` restores it. The packages
+    compressed-tensors and auto-round are not needed.
 
     Example::
 

@@ -31,7 +31,7 @@ def origins_in_model(
 ) -> dict[str, Origin]:
     """Return the origin of each parameter of the model: the weights among ``names`` that it is made of.
 
-    quantized: leave out parameters without NVFP4 weights.
+    quantized: leave out parameters without NVFP4 or FP8 weights.
 
     Raises:
         ValueError: NVFP4 weights are joined other than by stacking experts and concatenating rows, or with dense ones.
@@ -50,7 +50,7 @@ def origins_in_model(
     return {
         target: _origin(target, found, by_pattern, checkpoint)
         for target, found in parts.items()
-        if not quantized or any(entries[name].quantized for group in found.values() for name in group)
+        if not quantized or any(entries[name].is_coded for group in found.values() for name in group)
     }
 
 

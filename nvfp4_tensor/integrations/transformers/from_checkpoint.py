@@ -32,6 +32,7 @@ from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, c
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.quantization.linear import PRE_SCALE, set_pre_scale
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
@@ -60,6 +61,7 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         self.origins = quantized_origins(model, checkpoint)
         self._joins = missing_joins(model, checkpoint.entries)
         self.weights = set(self.origins)
+        self.fp8 = {name for name, each in self.origins.items() if checkpoint.entries[each.names[0]].fp8}
         for module in [module for path, module in model.named_modules() if f"{path}.weight" in self.weights]:
             as_linear(module)
         with torch.device("cpu"):  # transformers makes models on the meta device
@@ -160,10 +162,10 @@ class Deserialize(ConversionOps):
             return self._as_usual(input_dict, dtype, model=model, full_layer_name=full_layer_name, **kwargs)
         origin = self.hf_quantizer.origins[full_layer_name]
         parts, origin = gather(origin, _Collected(self.checkpoint, self._by_name(origin, input_dict)))
-        assert isinstance(parts, LinearParts)
+        assert isinstance(parts, LinearParts | FP8Tensor)
         if not self.hf_quantizer.quantization_config.quantize_activations:
             parts = parts.weight_only()
-        weight = tensor_of(parts, dtype)
+        weight: Tensor = parts.to(dtype) if isinstance(parts, FP8Tensor) else tensor_of(parts, dtype)
         if is_transposed(model.get_submodule(full_layer_name.rpartition(".")[0])):
             weight = weight.transpose(-2, -1)
         if not origin.is_whole:
@@ -205,6 +207,9 @@ class _Collected(View):
     def linear(self, name: str) -> LinearParts:
         return self.source.decoded(name, self.tensors)
 
+    def fp8(self, name: str) -> FP8Tensor:
+        return self.source.decoded_fp8(name, self.tensors)
+
 
 def attach_quantizer(model: PreTrainedModel) -> PreTrainedModel:
     """Attach a quantizer to a model whose NVFP4 weights were set by ``quantize_``, ``calibrate`` or ``load``.
@@ -218,7 +223,7 @@ def attach_quantizer(model: PreTrainedModel) -> PreTrainedModel:
         ValueError: the model has no NVFP4 weights.
     """
     checkpoint = ModelCheckpoint(model, {})
-    names = {name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)}
+    names = {name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor | FP8Tensor)}
     if not names:
         raise ValueError("the model has no NVFP4 weights: call quantize_(model, NVFP4WeightOnlyConfig()) first")
     config = ModelOptConfig(**modelopt.flat_config(checkpoint))

@@ -19,6 +19,7 @@ from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.quantization import NVFP4Linear
 from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.quantization.linear import PRE_SCALE, pre_scaled, set_pre_scale
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
@@ -26,7 +27,8 @@ class NVFP4HfQuantizer(HfQuantizer):
     """Report stored sizes to transformers, reject unsupported options, and save in ModelOpt's layout.
 
     Attributes:
-        weights: names of the parameters that are NVFP4, or become NVFP4 when loaded.
+        weights: names of the parameters that are NVFP4 or FP8, or become so when loaded.
+        fp8: names of those that become FP8.
         knows_specs: whether the weights have the specs of their quantization. Files do not store complete specs.
         weight_only: whether saving omits the quantization of activations.
     """
@@ -37,6 +39,7 @@ class NVFP4HfQuantizer(HfQuantizer):
     def __init__(self, quantization_config: NVFP4TensorConfig | CheckpointConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.weights: set[str] = set()
+        self.fp8: set[str] = set()
         self.knows_specs = not self.pre_quantized
         self.weight_only = False
 
@@ -66,8 +69,10 @@ class NVFP4HfQuantizer(HfQuantizer):
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Return the stored bytes per element, including scales and padding, which device_map="auto" uses."""
-        if param_name not in self.weights or isinstance(param, NVFP4Tensor):
+        if param_name not in self.weights or isinstance(param, NVFP4Tensor | FP8Tensor):
             return param.element_size()
+        if param_name in self.fp8:
+            return 1 + 4 / param.shape[-1]  # with a scale per row, at most
         shape = list(param.shape)
         if len(shape) == 3 and is_transposed(model.get_submodule(param_name.rpartition(".")[0])):
             shape[-2:] = shape[-1], shape[-2]
@@ -94,7 +99,7 @@ class NVFP4HfQuantizer(HfQuantizer):
         wanted: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for module in model.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
-                if isinstance(weight, NVFP4Tensor):
+                if isinstance(weight, NVFP4Tensor | FP8Tensor):
                     dense = pre_scaled(weight.dequantize(wanted), module._buffers.get(PRE_SCALE))
                     setattr(module, name, nn.Parameter(dense, requires_grad=False))
                     set_pre_scale(module, None)
@@ -124,10 +129,10 @@ def _registers_on_meta() -> bool:
     return bool(module.probe.is_meta)  # type: ignore[union-attr]
 
 
-def parameter_of(model: PreTrainedModel, name: str, weight: NVFP4Tensor) -> nn.Parameter:
-    """Return the parameter of an NVFP4 weight; its nn.Linear becomes an NVFP4Linear."""
+def parameter_of(model: PreTrainedModel, name: str, weight: Tensor) -> nn.Parameter:
+    """Return the parameter of a weight in NVFP4, whose nn.Linear becomes an NVFP4Linear, or in FP8."""
     linear = model.get_submodule(name.rpartition(".")[0])
-    if type(linear) is nn.Linear:
+    if type(linear) is nn.Linear and isinstance(weight, NVFP4Tensor):
         linear.__class__ = NVFP4Linear
     return nn.Parameter(weight, requires_grad=False)
 

@@ -18,7 +18,7 @@ from nvfp4_tensor.checkpoints.io.safetensors import write_json
 from nvfp4_tensor.checkpoints.models.hf_names import names_in_files
 from nvfp4_tensor.checkpoints.models.saving import MismatchedScales, ModelCheckpoint
 from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups
-from nvfp4_tensor.checkpoints.parts import nan_blocks
+from nvfp4_tensor.checkpoints.parts import LinearParts, nan_blocks
 from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
@@ -26,6 +26,7 @@ from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
 from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.names import some
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
@@ -120,13 +121,13 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     warn_of_mixed_groups(checkpoint)
     layout = modelopt.format_for({"model_type": model.config.model_type})
     for name, entry in checkpoint.entries.items():
-        if not entry.quantized:
+        if not entry.is_coded:
             continue  # dense tensors have the model's names, which transformers maps to those in files
-        parts = checkpoint.linear(name)
-        for key, tensor in layout.encode(name, parts, entry).items():
+        parts = checkpoint.coded(name)
+        for key, tensor in layout.encoded(name, parts, entry).items():
             # Linears with a common scale may share its tensor, which transformers would treat as a tied weight.
             tensors[key] = tensor.clone() if tensor.dim() == 0 else tensor
-        if nan_blocks(parts):
+        if isinstance(parts, LinearParts) and nan_blocks(parts):
             with_nan.append(name)
     if with_nan:
         warnings.warn(f"{some(with_nan)} have NaN blocks: vLLM cannot load such a checkpoint", stacklevel=2)
@@ -145,7 +146,7 @@ def keep_names(model: PreTrainedModel) -> None:
     if conversions is None:  # what transformers takes for a model that was not loaded
         found = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [each for each in found if not isinstance(each, PrefixChange)]
-    names = [name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor)]
+    names = [name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor | FP8Tensor)]
     experts = [name for name in names if is_transposed(model.get_submodule(name.rpartition(".")[0]))]
     kept = [each for each in conversions if not _splits(each, names) and not _renames(each, experts)]
     if len(kept) < len(conversions):
@@ -174,8 +175,9 @@ class _NamedAsInFiles(View):
 
 
 def _dense_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors that are not NVFP4. A tensor with several names has the first one, as in a checkpoint."""
+    """Return the tensors that are neither NVFP4 nor FP8, each by its first name, as in a checkpoint."""
     source = _with_values(model)
     state = source if isinstance(source, dict) else model.state_dict(keep_vars=True)
-    first = {id(tensor): name for name, tensor in reversed(state.items()) if not isinstance(tensor, NVFP4Tensor)}
+    dense = [(n, t) for n, t in reversed(state.items()) if not isinstance(t, NVFP4Tensor | FP8Tensor)]
+    first = {id(tensor): name for name, tensor in dense}
     return {name: tensor.detach() for name, tensor in state.items() if first.get(id(tensor)) == name}

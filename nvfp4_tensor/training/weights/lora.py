@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.quantization.linear import PRE_SCALE
+from nvfp4_tensor.tensor.fp8 import NOT_MERGED, FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
 
@@ -184,6 +185,8 @@ def _check_adapters(name: str, layer: Any) -> None:
 def _check_lora(name: str, layer: Any, mode: RoundingMode) -> None:
     base, variants = layer.get_base_layer(), layer.lora_variant
     weight = getattr(base, "weight", None)
+    if isinstance(weight, FP8Tensor):
+        raise ValueError(f"{name} has a weight in FP8: {NOT_MERGED}")
     if not isinstance(weight, NVFP4Tensor):
         _check_dense(name, layer)
         return

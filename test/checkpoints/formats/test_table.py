@@ -120,13 +120,14 @@ def weights(**changes):
 
 CONFIGURATIONS = [
     *(("modelopt", lambda q, a=algorithm: q.update(quant_algo=a), f"quant_algo NVFP4, .* found {algorithm}")
-      for algorithm in ("FP8", None)),
+      for algorithm in ("W8A16", None)),
+    ("modelopt", lambda q: q.update(quant_algo="FP8"), r"weight is NVFP4 \(uint8\), and FP8 in the configuration"),
     ("modelopt", lambda q: q.update(group_size=32), r"expected group_size 16, found \[32\]"),
-    ("modelopt", lambda q: q.update(quant_algo="MIXED_PRECISION", quantized_layers={Q: {"quant_algo": "FP8"}}),
-     r"expected layers of NVFP4 or .* in MIXED_PRECISION, found .*q_proj \(FP8\)"),
+    ("modelopt", lambda q: q.update(quant_algo="MIXED_PRECISION", quantized_layers={Q: {"quant_algo": "W8A16"}}),
+     r"expected layers of NVFP4 or .* in MIXED_PRECISION, found .*q_proj \(W8A16\)"),
     ("modelopt", lambda q: q.update(quant_algo="MIXED_PRECISION", quantized_layers={}),
      r"proj\.weight is NVFP4 .*but is not in quantized_layers"),
-    ("compressed-tensors", weights(num_bits=8), "expected a config group of 4-bit floats with group_size 16"),
+    ("compressed-tensors", weights(num_bits=8), "down_proj.weight_packed is in no config group of NVFP4"),
     ("compressed-tensors", weights(group_size=32), "expected a config group of 4-bit floats with group_size 16"),
     ("compressed-tensors", lambda q: q.update(transform_config={"config_groups": {"R1": {}}}), "_config .* rotates in"),
     ("compressed-tensors", lambda q: q.update(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity sparse-24"),

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.architectures import GGUF_ARCHITECTURES
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
+from nvfp4_tensor.checkpoints.formats import fp8
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import SUPER_BLOCK, pack_blocks
 from nvfp4_tensor.checkpoints.formats.gguf.experts import JoinedExperts, SplitExperts
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
@@ -117,6 +118,7 @@ class GGUF(Format):
         check_is_new(path, checkpoint, is_file=True)
         check_sidecar(path)
         check_no_pre_scales(checkpoint.entries, self.name)
+        fp8.check(checkpoint.entries, self.name)
         _Writer(checkpoint, path, dense.upper() if dense else None, tokenizer, lossy).run(progress)
 
 
