@@ -25,8 +25,9 @@ def holds_llama4_experts(module: object) -> bool:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module holds the experts of a transformers model."""
-    return hasattr(module, "is_transposed") or holds_llama4_experts(module)  # the former by transformers' decorator
+    """Return whether a module holds the experts of a transformers model, by its decorator or by name."""
+    undecorated = type(module).__name__ == "LongcatFlashExperts"
+    return hasattr(module, "is_transposed") or holds_llama4_experts(module) or undecorated
 
 
 def expert_weights(module: nn.Module) -> tuple[str, ...]:
@@ -84,20 +85,27 @@ def inputs_of(module: Any, hidden: Tensor, chosen: Tensor | None) -> Iterator[tu
     counts = None if chosen is None else _counts(chosen, len(weight))
     if not llama4:
         yield first, slice(None), tokens, counts
-    for expert in range(len(weight)):
+    for expert in range(len(module.down_proj)):  # Longcat's experts without weights have a gate_up_proj
         own, x = slice(expert, expert + 1), tokens
         if llama4:
             x = tokens.view(len(weight), -1, tokens.shape[-1])[expert]
             yield first, own, x, None
         y = x @ matrix_of(module, weight, expert).mT
         if llama4:
-            gate, up = y.chunk(2, dim=-1)
-            yield "down_proj", own, up * module.act_fn(gate), None
+            yield "down_proj", own, _gated(module, y), None
             continue
-        if module.has_bias:
+        if getattr(module, "has_bias", False):
             y = y + getattr(module, f"{first}_bias")[expert]
-        inner = module._apply_gate(y) if module.has_gate else module.act_fn(y)
+        if getattr(module, "has_gate", True):
+            inner = module._apply_gate(y) if hasattr(module, "_apply_gate") else _gated(module, y)
+        else:
+            inner = module.act_fn(y)
         yield "down_proj", own, inner, None if counts is None else counts[:, own]
+
+
+def _gated(module: Any, y: Tensor) -> Tensor:
+    gate, up = y.chunk(2, dim=-1)
+    return module.act_fn(gate) * up
 
 
 def _counts(chosen: Tensor, count: int) -> Tensor:

@@ -45,13 +45,24 @@ JOINED = (
 scale, the largest of the group, and the block scales are not rescaled to it. Of several rows with two or more linears
 of a module, the first one applies."""
 
-NOT_LINEAR = ("*embed*", "*wte.*", "*wpe.*", "*tok_emb*", "*shared.weight", "*norm*", "*relative_attention_bias*")
+ALSO_CALLED = {
+    "f_proj": "forget_gate.f_proj", "f_a_proj": "forget_gate.f_a_proj", "f_b_proj": "forget_gate.f_b_proj",
+    "wq_a": "q_a_proj", "wkv": "kv_proj", "wgate": "gate_proj", "gate_proj": "linear_gate",
+    "wq_du": "q_proj.linear", "wk_dv": "k_proj.linear", "wv_dv": "v_proj.linear",
+    "wr_du": "relative_position_bias.linear",
+}  # fmt: skip
+"""Other names of members of these rows: those of transformers' models, or of the files that it writes."""
+
+NOT_LINEAR = (
+    "*embed*", "*wte.*", "*wpe.*", "*tok_emb*", "*pos_emb*", "*shared.weight", "transformer.w", "*norm", "*norm[0-9]",
+    "*relative_attention_bias*",
+)  # fmt: skip
 """Patterns of two-dimensional parameters that are not weights of linears."""
 
 LEFT_DENSE = {
     "output layer": (
-        "*lm_head*", "*output_layer*", "*.output.weight", "output.weight", "*score.weight", "*classifier*",
-        "*shared_head.head*",
+        "*lm_head*", "*output_layer*", r"re:(?!.*\.\d+\.)(.*\.)?(output|head)$", "*predictions.decoder",
+        "*score.weight", "*classifier*", "*shared_head.head*",
     ),
     "router of experts": (
         "*.router.*", "*mlp.gate.weight", "*block_sparse_moe.gate.weight", "*feed_forward.gate.weight",
@@ -61,9 +72,11 @@ LEFT_DENSE = {
         "*in_proj_a", "*in_proj_b", "*in_proj_ba", "*.a_proj", "*.b_proj", "*.f_a_proj", "*.f_b_proj",
     ),
     "indexer of a sparse attention": ("*.weights_proj",),
-    "joins the inputs of a drafter": ("*mtp.fc", "*eh_proj"),
+    "layer of a drafter": ("mtp.*", "*.mtp.*", "*eh_proj"),
     "convolution": ("*conv1d*",),
-    "encoder of images or audio": ("*vision*", "*visual*", "*audio*", "*multi_modal_projector*", "*mm_projector*"),
+    "encoder of images or audio": ("*vision*", "*visual*", "*audio*", "*image_embed*", "*multi_modal_projector*",
+                                   "*mm_projector*"),
+    "modulation of a norm": (r"re:.*norm[^.]*\.linear$",),
     "adapter": ("*lora_A*", "*lora_B*"),
 }  # fmt: skip
 """Why linears stay dense by default, and their patterns. Routers of other names, and weights of a few rows, are found

@@ -120,6 +120,8 @@ class ModelPlan(dict[str, PlannedMatrix]):
         return self.left_dense().replace("\n", "; ") or "it has no linear"
 
 
+PARAMETER = "parameter of "
+"""How the note begins of a matrix that a module multiplies by itself, for instance the experts of DBRX."""
 _NO_LINEAR = "no linear"
 _UNFIT = "cannot be NVFP4"
 
@@ -131,21 +133,22 @@ def plan_matrices(
     include: Collection[str] = (),
     selected: Callable[[str], bool] | None = None,
     heads: Collection[str] = (),
+    drafters: Collection[str] = (),
     where: str = "the model",
 ) -> ModelPlan:
     """Plan which matrices are quantized.
 
     By default these are all linears and experts in bfloat16, float16 or float32 whose columns are a multiple of 16,
-    except output layers, routers, gates, adapters, encoders of images and audio (``model_families.LEFT_DENSE``),
-    weights with fewer than 16 rows or one row for each 32 columns, and weights that something else shares. Linears that
-    servers join are quantized together or not at all, and share a per-tensor scale.
+    except output layers, routers, gates, drafters (MTP), adapters, encoders of images and audio
+    (``model_families.LEFT_DENSE``), weights with fewer than 16 rows or one row for each 32 columns, and weights that
+    something else shares. Linears that servers join are quantized together or not at all, and share a per-tensor scale.
 
     Args:
         matrices: the matrices of the model, each tensor once.
         exclude: patterns of names to leave dense, as in :func:`is_matched`.
         include: patterns of names to quantize although the rules leave them dense.
         selected: decides alone, in place of the rules, which weights are quantized, by their names.
-        heads: names of output layers that their names do not show.
+        heads, drafters: names of output layers, and of the layers of a drafter, that their names do not show.
         where: the model or file, for messages.
 
     Raises:
@@ -158,15 +161,17 @@ def plan_matrices(
 
     def rule(each: Matrix) -> str:
         """The reason by which a matrix stays dense unless the caller includes it."""
-        if is_matched(each.name, NOT_LINEAR):
-            return f"{_NO_LINEAR}: named like an embedding or norm"
         if each.name in heads:
             return "output layer"
+        if each.name in drafters:
+            return "layer of a drafter"
         if each.name in routers:
             return "router of experts"
         for reason, patterns in LEFT_DENSE.items():
             if is_matched(each.name, patterns):
                 return reason
+        if is_matched(each.name, NOT_LINEAR):
+            return f"{_NO_LINEAR}: named like an embedding or norm"
         rows = sum(linears[name].shape[0] for name in groups.get(each.name, ())) or each.shape[0]
         if each.kind is Kind.LINEAR and (rows < FEW_ROWS or rows * ROWS_PER_COLUMN <= each.shape[-1]):
             return f"few rows ({rows} of {each.shape[-1]} columns)"
@@ -180,7 +185,7 @@ def plan_matrices(
 
     def reason_of(each: Matrix) -> str:
         if each.kind is Kind.OTHER:
-            return f"{_NO_LINEAR}: {each.note}"
+            return each.note if each.note.startswith(PARAMETER) else f"{_NO_LINEAR}: {each.note}"
         if each.note:
             return each.note
         names = (each.name, *each.tied)

@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 
-from nvfp4_tensor.quantization.model_families import CONV1D, JOINED, JOINED_WHOLE, TRANSPOSED_LINEARS
+from nvfp4_tensor.quantization.model_families import ALSO_CALLED, CONV1D, JOINED, JOINED_WHOLE, TRANSPOSED_LINEARS
 
 
 def is_matched(name: str, patterns: Iterable[str]) -> bool:
@@ -37,8 +37,14 @@ def _compiled(expression: str) -> re.Pattern[str]:
         raise ValueError(f"'re:{expression}' is not a regular expression: {error}") from None
 
 
+def _with_other_names(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return rows of the tables, each followed by the same row under its other names."""
+    return [each for row in rows for each in dict.fromkeys([row, tuple(ALSO_CALLED.get(name, name) for name in row)])]
+
+
+_WHOLE = _with_other_names(JOINED_WHOLE)
 _ROWS: dict[str, list[tuple[str, ...]]] = {}  # by member, in the order of the tables
-for _row in (*JOINED_WHOLE, *JOINED):
+for _row in (*_WHOLE, *_with_other_names(JOINED)):
     for _member in _row:
         _ROWS.setdefault(_member, []).append(_row)
 
@@ -62,7 +68,7 @@ def _row_of(name: str, names: Container[str]) -> tuple[str, tuple[str, ...]] | N
     for prefix, member in _split(name):
         for row in _ROWS[member]:
             present = [f"{prefix}{each}.weight" in names for each in row].count(True)
-            if present == len(row) or (present > 1 and row not in JOINED_WHOLE):
+            if present == len(row) or (present > 1 and row not in _WHOLE):
                 return prefix, row
     return None
 

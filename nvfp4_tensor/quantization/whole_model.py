@@ -10,11 +10,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import quantize_
 
+from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import is_conv1d, is_linear
 from nvfp4_tensor.quantization.conversion import Conversion
 from nvfp4_tensor.quantization.experts import expert_weights, is_transposed
-from nvfp4_tensor.quantization.model_plan import Kind, Matrix, ModelPlan, plan_matrices
+from nvfp4_tensor.quantization.model_plan import PARAMETER, Kind, Matrix, ModelPlan, plan_matrices
 from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -141,10 +142,16 @@ def _matrix(name: str, module: nn.Module, attribute: str, parameter: Tensor, is_
     elif is_experts:
         shape = (shape[0], shape[2], shape[1]) if is_transposed(module) else shape
         kind, note = Kind.EXPERTS, ""
+    elif sorted(shape)[-2] >= BLOCK and type(module).__module__.split(".")[0] != "torch" and not _is_table(module):
+        note = f"{PARAMETER}{note}"
     data = getattr(parameter, "_local_tensor", parameter.data)
     if kind is not Kind.OTHER and isinstance(data, NVFP4Tensor) and not parameter.requires_grad:  # codes that trained
         note = "NVFP4 already"
     return Matrix(name, shape, parameter.dtype, kind, note)
+
+
+def _is_table(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.modules.conv._ConvNd) or "Embed" in type(module).__name__
 
 
 def _tied(first: Matrix, other: Matrix) -> Matrix:

@@ -36,10 +36,14 @@ def test_patterns():
 
 def test_defaults():
     patterns = (*NOT_LINEAR, *(pattern for each in LEFT_DENSE.values() for pattern in each))
-    for name in ("layers.0.mlp.gate_proj", "layers.0.self_attn.o_proj", "h.3.mlp.dense_4h_to_h"):
+    for name in ("layers.0.mlp.gate_proj", "layers.0.self_attn.o_proj", "h.3.mlp.dense_4h_to_h",
+                 "blocks.0.attention.output", "blocks.0.norm_attn_norm.attn.Wqkv",
+                 "roberta_prelayernorm.layer.0.key"):  # fmt: skip
         assert not is_matched(f"{name}.weight", patterns), name
     for name in ("model.embed_tokens", "transformer.wte", "layers.0.input_layernorm", "lm_head", "layers.0.mlp.gate",
-                 "layers.0.block_sparse_moe.gate", "model.visual.blocks.0.attn.qkv"):  # fmt: skip
+                 "layers.0.block_sparse_moe.gate", "model.visual.blocks.0.attn.qkv",
+                 "head", "model.output", "cls.predictions.decoder", "blocks.0.norm1.linear",
+                 "mtp.layers.0.up_proj"):  # fmt: skip
         assert is_matched(f"{name}.weight", patterns), name
 
 

@@ -32,7 +32,7 @@ MIXTURE = {
 REASONS = {
     "layers.0.mlp.gate.wg": "router of experts", "layers.0.mixer.x_proj": "few rows (16 of 512 columns)",
     "layers.0.attn.o_proj": "in files, columns that are not a multiple of 16 cannot be NVFP4",
-    "mtp.fc": "joins the inputs of a drafter", "layers.1.eh_proj": "joins the inputs of a drafter",
+    "mtp.fc": "layer of a drafter", "layers.1.eh_proj": "layer of a drafter",
     "layers.1.shared_head.head": "output layer", "model.embed": "no linear: named like an embedding or norm",
     "lm_head": "output layer",
 }  # fmt: skip
