@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", "k_proj.k_bias", "v_proj.v_bias")
 """Suffixes of the scales, and offsets, of a quantized key-value cache."""
 
+ROUTER_SCALE = ".mlp.gate.global_scale"
+"""The suffix of a parameter of Inkling's routers, which is not the scale of a quantization."""
+
 JOINED_AS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -30,6 +33,18 @@ MIXTRAL_TYPES = ("mixtral", "minimax", "minimax_m2")
 TRANSPOSED_EXPERTS = ("llama4", "llama4_text", "gpt_oss")
 """Values of model_type whose experts are one tensor (E, K, N) per layer. ModelOpt writes their codes as (E, K / 2, N),
 and vLLM transposes them again."""
+
+EXPERT_STACKS = {
+    ".experts.gate_up_proj": ".experts.down_proj",
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.output_linear.weight",
+    ".experts.fc1.weight": ".experts.fc2.weight",
+    ".experts.w13_weight": ".experts.w2_weight",
+}
+"""Ends of the names of tensors with the gate and up, and with the down projections, of all experts of a layer. They are
+(E, N, K) or (E, K, N)."""
+
+INTERLEAVED = ".w13_weight"
+"""The end of the name of those in which rows of gate and up alternate, instead of gate above up."""
 
 _MASKS = re.compile(r".*(attn|attention)\.(bias|masked_bias|causal_mask)")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import sys
 import warnings
 import zlib
@@ -22,7 +23,7 @@ from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT as GGUF
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import CHUNK
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
-from nvfp4_tensor.checkpoints.wrappers import AsLinears, View, WithHead
+from nvfp4_tensor.checkpoints.wrappers import AsLinears, ExpertsApart, View, WithHead
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -54,10 +55,10 @@ def quantize(
 
     All two-dimensional weights whose columns are a multiple of 16 are quantized, except embeddings and what
     :func:`plan_matrices` leaves dense: output layers, routers, gates, weights of a few rows, and encoders of images and
-    audio. They are the same as with ``quantize_model`` and ``from_pretrained``. In ModelOpt's format, experts of
-    gpt-oss and Llama 4 are quantized too, each with its own per-tensor scale. Linears that servers join (q, k and v;
-    gate and up) get one per-tensor scale, from the largest magnitude of the group. If a call is interrupted, the same
-    call continues after its last complete shard.
+    audio. They are the same as with ``quantize_model`` and ``from_pretrained``. Experts that are one tensor become one
+    weight each; those of gpt-oss and Llama 4 stay one tensor, which ModelOpt's format quantizes with a per-tensor scale
+    for each. Linears that servers join (q, k and v; gate and up) get one per-tensor scale, from the largest magnitude
+    of the group. If a call is interrupted, the same call continues after its last complete shard.
 
     Args:
         src: a folder with *.safetensors, or one such file, in bfloat16, float16 or float32; or a GGUF file, whose
@@ -90,6 +91,8 @@ def quantize(
     exclude, include = ((each,) if isinstance(each, str) else each for each in (exclude, include))
     source: Checkpoint = GGUF.read(Path(src)) if GGUF.detect(Path(src)) else FolderCheckpoint(DENSE, Path(src))
     with source:
+        if source.config.get("model_type") not in TRANSPOSED_EXPERTS:
+            source = ExpertsApart(source)
         if quantize_lm_head:
             source = WithHead(source)
             if is_matched(source.head, exclude):
@@ -247,7 +250,10 @@ def plan_folder(source: Checkpoint, exclude: Sequence[str], include: Sequence[st
             f"{source.path}: expected dense weights, found NVFP4 in {some(quantized)}: use checkpoints.convert"
         )
     try:
-        plan = plan_matrices(_matrices(source, experts), exclude=exclude, include=include, where=str(source.path))
+        plan = plan_matrices(
+            _matrices(source, experts), exclude=exclude, include=include, drafters=_drafters(source),
+            where=str(source.path),
+        )  # fmt: skip
     except ValueError as error:
         if any(is_matched(LM_HEAD, [pattern]) for pattern in (*exclude, *include)):
             error.args = (f"{error}: its output layer is the embedding, and quantize_lm_head=True quantizes a copy",)
@@ -276,6 +282,16 @@ def plan_folder(source: Checkpoint, exclude: Sequence[str], include: Sequence[st
 
 
 _STACKED = "experts in one tensor"
+_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.(\d+)\.")
+
+
+def _drafters(source: Checkpoint) -> list[str]:
+    """Return the weights of the layers behind the model's own, which predict several tokens (MTP)."""
+    config = source.config.get("text_config", source.config)
+    layers = config.get("num_hidden_layers") if isinstance(config, dict) else None
+    if not isinstance(layers, int):
+        return []
+    return [name for name in source.entries if (found := _LAYER.match(name)) and int(found[1]) >= layers]
 
 
 def _matrices(source: Checkpoint, experts: bool) -> list[Matrix]:

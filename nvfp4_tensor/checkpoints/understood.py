@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES, JOINED_AS
+from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES, JOINED_AS, ROUTER_SCALE
 from nvfp4_tensor.checkpoints.checkpoint import Entry
 from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.names import some
@@ -121,7 +121,7 @@ def _is_coded(name: str, entry: Entry) -> bool:
 def _is_foreign(name: str, entries: Mapping[str, Entry]) -> bool:
     """Return whether a tensor says how to read a weight."""
     module, _, last = name.rpartition(".")
-    if name.endswith(CACHE_SCALES):
+    if name.endswith((*CACHE_SCALES, ROUTER_SCALE)):
         return False
     owner = entries.get(f"{module}.weight" if module else "weight")
     if owner is not None and owner.is_coded:

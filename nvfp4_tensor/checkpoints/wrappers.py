@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
+from nvfp4_tensor.checkpoints.architectures import EXPERT_STACKS, INTERLEAVED, JOINED_AS
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, chunks_of
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.quantization.model_families import EMBEDDINGS, LM_HEAD
 from nvfp4_tensor.quantization.names import is_matched, is_stored_transposed
@@ -109,6 +110,67 @@ def with_conv1d_transposed(source: Checkpoint) -> Checkpoint:
     names = [n for n, e in source.entries.items() if n.endswith("weight") and is_stored_transposed(model_type, n)]
     names = [n for n in names if not source.entries[n].quantized]
     return AsLinears(source, names) if names else source
+
+
+class ExpertsApart(View):
+    """A dense checkpoint with one matrix (N, K) per expert, where its files have one tensor for all experts of a layer.
+
+    Their names are those that ``save`` gives to the experts of a model in memory.
+    """
+
+    def __init__(self, source: Checkpoint) -> None:
+        super().__init__(source)
+        self.entries, self._rows = {}, dict[str, tuple[str, int, slice, bool]]()
+        self._last: tuple[str, int, Iterator[Tensor], Tensor] | None = None
+        stacks = {name: found for name in source.entries for found in _stacks(name, source.entries)}
+        for name, entry in source.entries.items():
+            if name not in stacks:
+                self.entries[name] = entry
+                continue
+            called, transposed = stacks[name]
+            count, rows, columns = (entry.shape[i] for i in ((0, 2, 1) if transposed else (0, 1, 2)))
+            module, _, joined = called.rpartition(".")
+            parts = JOINED_AS[joined]
+            for expert in range(count):
+                for i, part in enumerate(parts):
+                    own = slice(i, None, len(parts))
+                    if not name.endswith(INTERLEAVED):
+                        own = slice(i * rows // len(parts), (i + 1) * rows // len(parts))
+                    each = f"{module}.{expert}.{part}.weight"
+                    self.entries[each] = dataclasses.replace(entry, shape=(rows // len(parts), columns))
+                    self._rows[each] = name, expert, own, transposed
+
+    def dense(self, name: str) -> Tensor:
+        return self._part(name).clone() if name in self._rows else self.source.dense(name)
+
+    def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
+        return chunks_of(self._part(name), rows) if name in self._rows else self.source.chunks(name, rows, buffer)
+
+    def _part(self, name: str) -> Tensor:
+        """Read a matrix, which is valid until one of another expert is read. Experts are read one after the other."""
+        stack, expert, rows, transposed = self._rows[name]
+        if self._last is None or self._last[0] != stack or self._last[1] > expert:
+            experts = self.source.chunks(stack, self.source.entries[stack].shape[1])
+            self._last = stack, 0, experts, next(experts)
+        _, at, experts, matrix = self._last
+        for _ in range(expert - at):
+            matrix = next(experts)
+        self._last = stack, expert, experts, matrix
+        return (matrix.t() if transposed else matrix)[rows].contiguous()
+
+
+def _stacks(name: str, entries: Mapping[str, Entry]) -> Iterator[tuple[str, bool]]:
+    """Yield what transformers calls the tensor of all experts of a layer, and whether it is (E, K, N)."""
+    for first, second in EXPERT_STACKS.items():
+        end = next((each for each in (first, second) if name.endswith(each)), None)
+        pair = [f"{name.removesuffix(end)}{each}" for each in (first, second)] if end else []
+        shapes = [entries[each].shape for each in pair if each in entries and f"{each}_bias" not in entries]
+        if len(shapes) == 2 and all(len(shape) == 3 for shape in shapes):
+            (_, a, b), (_, c, d) = shapes
+            prefix = f"{pair[0].removesuffix(first)}{first[: first.find('.', 1)]}"
+            experts = prefix if prefix.endswith(".experts") else f"{prefix}.experts"
+            if (a, c) == (2 * d, b) or (b, d) == (2 * c, a):
+                yield f"{experts}.{'gate_up_proj' if end == first else 'down_proj'}", (a, c) != (2 * d, b)
 
 
 class OfWholeModel(View):

@@ -115,6 +115,40 @@ def test_experts_in_one_tensor_stay_dense_and_are_named(tmp_path, quantized, is_
     assert ("moe.input_linear.weight [2, 32, 16]" in named) == is_mixture
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "transposed"),
+    [
+        ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", False),
+        ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", True),  # Qwen3-VL-MoE's files
+        ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight", False),  # GraniteMoE
+        ("mlp.experts.w13_weight", "mlp.experts.w2_weight", False),  # Inkling 2, rows of gate and up alternate
+    ],
+)
+def test_experts_of_one_tensor_become_weights_of_their_own(quantized, first, second, transposed):
+    gate, up, down = (torch.randn(3, *shape).bfloat16() for shape in ((32, 48), (32, 48), (48, 32)))
+    both = torch.stack([gate, up], 2).flatten(1, 2) if "w13" in first else torch.cat([gate, up], 1)
+    stacks = {f"model.layers.0.{first}": both, f"model.layers.0.{second}": down}
+    found = quantized({n: t.mT.contiguous() if transposed else t for n, t in stacks.items()})
+    assert len(found) == 9
+    for e in range(3):
+        path = f"model.layers.0.{first.partition('.')[0]}.experts.{e}"
+        amax = torch.stack([gate[e], up[e]]).abs().amax()
+        for name, weight, largest in (("gate_proj", gate, amax), ("up_proj", up, amax), ("down_proj", down, None)):
+            expected = quantize(weight[e], amax=largest)
+            assert torch.equal(tensor_of(found[f"{path}.{name}.weight"]).dequantize(), expected.dequantize()), name
+
+
+def test_layers_of_a_drafter_stay_dense(tmp_path, quantized):
+    """DeepSeek's, behind the last layer, and Qwen3-Next's."""
+    of_mtp = {
+        name.replace("model.layers.1", "mtp.layers.0"): t for name, t in dense_tensors().items() if "layers.1" in name
+    }
+    write_dense(tmp_path / "src", {**dense_tensors(), **of_mtp})
+    edit_json(tmp_path / "src/config.json", lambda config: config.update(num_hidden_layers=1))
+    found = quantized()
+    assert found and all(name.startswith("model.layers.0.") for name in found)
+
+
 def test_what_does_not_fit_stays_dense_and_is_named(tmp_path, quantized):
     tensors = {"a.weight": torch.randn(16, 32), "b.weight": torch.randn(16, 40), "conv.weight": torch.randn(4, 16, 3)}
     tensors["c.weight"] = torch.ones(16, 32).double()

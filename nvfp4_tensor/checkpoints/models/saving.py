@@ -22,6 +22,7 @@ from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.dispatch.fp8 import FP8Tensor
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.quantization.conv1d import was_conv1d
+from nvfp4_tensor.quantization.experts import is_experts, is_transposed
 from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -260,7 +261,7 @@ def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> 
     """Return the origin of experts, which transformers joins to one parameter (E, N, K), with gate above up."""
     last = name.rpartition(".")[2]
     stored = in_mixtral(name) if mixtral else name
-    if tensor.dim() != 3 or last not in JOINED_AS or getattr(module, "is_transposed", None) is not False:
+    if tensor.dim() != 3 or last not in JOINED_AS or not is_experts(module) or is_transposed(module):
         return None if stored == name else Origin(((stored,),))
     if last == "gate_up_proj" and not getattr(module, "is_concatenated", True):
         return None
