@@ -47,11 +47,12 @@ def origins_in_model(
         parts.setdefault(target, {}).setdefault(pattern, []).append(name)
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     entries = checkpoint.entries
-    return {
-        target: _origin(target, found, by_pattern, checkpoint)
-        for target, found in parts.items()
-        if not quantized or any(entries[name].is_coded for group in found.values() for name in group)
-    }
+    origins = {}
+    for target, found in parts.items():
+        is_coded = any(entries[name].is_coded for group in found.values() for name in group)
+        if is_coded or (not quantized and _is_supported(found, by_pattern)):
+            origins[target] = _origin(target, found, by_pattern, checkpoint)
+    return origins
 
 
 def quantized_origins(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Origin]:
@@ -112,7 +113,8 @@ def missing_joins(model: PreTrainedModel, names: Iterable[str]) -> list[WeightCo
             sources = [f".{part}.{kind}" for part in parts]
             if len(parts) < 2 or not any(name.endswith(f".{joined}.{kind}") for name in known):
                 continue
-            if any(name.endswith(tuple(sources)) for name in known) or not any(n.endswith(sources[0]) for n in names):
+            stored = [name for name in names if name.endswith(sources[0]) and not _EXPERT.search(name)]
+            if not stored or any(name.endswith(tuple(sources)) for name in known):
                 continue
             joins.append(WeightConverter(sources, f".{joined}.{kind}", operations=[Concatenate(dim=0)]))
     return joins
@@ -155,22 +157,35 @@ def _origin(
     if None in found:
         return Origin((tuple(found[None]),))
     converter = converters[next(pattern for pattern in found if pattern is not None)]
-    kinds = tuple(type(operation) for operation in converter.operations)
-    if kinds not in _STACKED and not (kinds == (Concatenate,) and converter.operations[0].dim == 0):  # type: ignore[attr-defined]
+    if not _is_supported(found, converters):
         raise ValueError(
-            f"{target} is made of {found} by an operation that NVFP4 weights do not support: load the dense model"
+            f"{target} is made of {found} by an operation that NVFP4 weights do not support: pass "
+            "quantization_config=NVFP4TensorConfig() to from_pretrained of the dense model, which quantizes after it"
         )
     counts = {pattern: len(found.get(pattern, ())) for pattern in converter.source_patterns}
     if len(set(counts.values())) > 1:
         raise ValueError(f"{checkpoint.path}: weights of {target} are missing: it is made of {counts}")
     groups = tuple(zip(*(found[pattern] for pattern in converter.source_patterns), strict=True))
     rows = tuple(checkpoint.entries[name].shape[0] for name in groups[0])
-    origin = Origin(groups, rows, stacked=kinds in _STACKED)
+    origin = Origin(groups, rows, stacked=_kinds(converter) in _STACKED)
     try:
         shape_of(origin, checkpoint.entries)
     except ValueError as error:
         raise ValueError(f"{checkpoint.path}: {target}: {error}") from None
     return origin
+
+
+def _kinds(converter: WeightConverter) -> tuple[type, ...]:
+    return tuple(type(operation) for operation in converter.operations)
+
+
+def _is_supported(found: Mapping[str | None, list[str]], converters: Mapping[str, WeightConverter]) -> bool:
+    """Return whether a parameter is one tensor of the files, or is made of several as an :class:`Origin` describes."""
+    if None in found:
+        return True
+    converter = converters[next(pattern for pattern in found if pattern is not None)]
+    is_joined = _kinds(converter) == (Concatenate,) and converter.operations[0].dim == 0  # type: ignore[attr-defined]
+    return is_joined or _kinds(converter) in _STACKED
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
