@@ -1,7 +1,8 @@
-"""Generate docs/guides/supported_models.md by running tiny random models: python -m benchmarks.supported_models
+"""Generate benchmarks/results/supported_models.md by running tiny random models: python -m benchmarks.supported_models
 
 Every cell is the result of a run on the CPU with the installed transformers: "yes", or the exception and the beginning
-of its message. A test runs some families again and compares their rows with the page.
+of its message. A test runs some families again and compares their rows with the file, which
+docs/guides/supported_models.md includes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
 from nvfp4_tensor.generation import decode_natively, nvfp4_cache
 from nvfp4_tensor.generation.cache_argument import CACHE
 
-PAGE = Path(__file__).parents[1] / "docs" / "guides" / "supported_models.md"
-TEMPLATE = Path(__file__).with_suffix(".template.md")
+PAGE = Path(__file__).parent / "results" / "supported_models.md"
 _WORDS = 18
 """Of an error message."""
 
@@ -181,19 +181,19 @@ def row(family: str) -> list[str]:
 
 
 def page(rows: dict[str, list[str]], version: str = transformers.__version__) -> str:
-    """Return the page. Errors are numbered, because many families share one."""
+    """Return the tables. Errors are numbered, because many families share one."""
     errors = list(dict.fromkeys(cell for cells in rows.values() for cell in cells if ": " in cell))
     lines = [f"| family | {' | '.join(CHECKS)} |", "|" + " --- |" * (len(CHECKS) + 1)]
     for family, cells in rows.items():
         shown = [f"no ({errors.index(cell) + 1})" if cell in errors else cell for cell in cells]
         lines.append(f"| {family} | {' | '.join(shown)} |")
     notes = [f"{number}. `{error}`" for number, error in enumerate(errors, 1)]
-    text = TEMPLATE.read_text().replace("$table", "\n".join(lines)).replace("$errors", "\n".join(notes))
-    return text.replace("$transformers", version)
+    head = f"Made by `python -m benchmarks.supported_models` with transformers {version}."
+    return "\n".join([head, "", *lines, "", "Errors, shortened:", "", *notes, ""])
 
 
 def read(text: str) -> dict[str, list[str]]:
-    """Return the rows from which a page was generated."""
+    """Return the rows from which a file was generated."""
     errors = dict(re.findall(r"^(\d+)\. `(.*)`$", text, re.MULTILINE))
     table = [line.strip("| \n").split(" | ") for line in re.findall(r"^\| .*$", text, re.MULTILINE)][2:]
     return {

@@ -1,4 +1,4 @@
-"""docs/guides/supported_models.md has what the models of each family do now."""
+"""The tables of docs/guides/supported_models.md have what the models of each family do now."""
 
 import re
 
@@ -14,7 +14,6 @@ ROWS = supported_models.read(supported_models.PAGE.read_text())
 
 
 def test_the_page_is_of_its_rows():
-    """Its words are the template's, its families those of the script."""
     text = supported_models.PAGE.read_text()
     assert list(ROWS) == list(supported_models.FAMILIES)
     assert supported_models.page(ROWS, re.search(r"with transformers ([\d.]+\d)", text)[1]) == text
