@@ -26,7 +26,7 @@ def caller_frame_locals(function: str, file: str, depth: int | None = _MAX_DEPTH
     return None
 
 
-_PACKAGES = ("accelerate", "nvfp4_tensor", "peft", "torch", "torchao", "transformers")
+_PACKAGES = ("accelerate", "diffusers", "nvfp4_tensor", "peft", "torch", "torchao", "transformers")
 
 
 def user_level() -> int:

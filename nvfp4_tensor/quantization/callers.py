@@ -24,14 +24,21 @@ def _asked_first(function: str, file: str, name: str = "self") -> nn.Module | No
     return model
 
 
+_MERGES = (
+    ("merge_adapter", "unmerge_adapter", "peft/tuners/tuners_utils.py"),
+    ("fuse_lora", "unfuse_lora", "diffusers/loaders/peft.py"),
+)
+
+
 def warn_of_merge() -> None:
-    """Warn if peft merges adapters into NVFP4 weights to remove them again later: once for each model."""
-    if _asked_first("merge_adapter", "peft/tuners/tuners_utils.py") is not None:
-        warnings.warn(
-            "merge_adapter rounds the sums to NVFP4, and unmerge_adapter rounds again: it does not bring the weights "
-            "back. Keep the adapters apart, or merge for good by nvfp4_tensor.training.merge_lora",
-            stacklevel=user_level(),
-        )
+    """Warn if peft or diffusers merges adapters into NVFP4 weights to remove them again later: once for each model."""
+    for merge, undo, file in _MERGES:
+        if _asked_first(merge, file) is not None:
+            warnings.warn(
+                f"{merge} rounds the sums to NVFP4, and {undo} rounds again: it does not bring the weights back. Keep "
+                "the adapters apart, or merge for good by nvfp4_tensor.training.merge_lora",
+                stacklevel=user_level(),
+            )
 
 
 def warn_of_trainer() -> None:

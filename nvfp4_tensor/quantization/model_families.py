@@ -76,6 +76,7 @@ LEFT_DENSE = {
     "convolution": ("*conv1d*",),
     "encoder of images or audio": ("*vision*", "*visual*", "*audio*", "*image_embed*", "*multi_modal_projector*",
                                    "*mm_projector*"),
+    "embedder of a diffusion model": ("*embedder*", "*time_embed.*", "*time_text_embed.*"),
     "modulation of a norm": (r"re:.*norm[^.]*\.linear$",),
     "adapter": ("*lora_A*", "*lora_B*"),
 }  # fmt: skip

@@ -12,7 +12,8 @@ from nvfp4_tensor.tensor.windows import Unreadable, Window
 
 NOT_IN_SAFETENSORS = (
     "a safetensors file stores only plain tensors: use nvfp4_tensor.checkpoints.save(model, folder) for a checkpoint "
-    "that servers load, nvfp4_tensor.integrations.transformers.attach_quantizer(model) before save_pretrained, "
+    "that servers load, nvfp4_tensor.integrations.transformers.attach_quantizer(model) before save_pretrained (for a "
+    "model of diffusers, integrations.diffusers.attach_quantizer), "
     "accelerator.save_state(folder, safe_serialization=False) with accelerate, or "
     "torch.save(model.state_dict(), path) and model.load_state_dict(torch.load(path), assign=True)"
 )

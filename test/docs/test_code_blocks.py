@@ -50,6 +50,8 @@ def test_blocks_run(path, tmp_path, monkeypatch):
     code = python_of(path.read_text())
     for module in ("transformers", "accelerate", "peft", "gguf") if re.search("transformers|peft", code) else ():
         pytest.importorskip(module)
+    if "from diffusers" in code:
+        pytest.importorskip("diffusers")
     if '"your/model"' in code:
         make_model(tmp_path / "your" / "model")
     threads = torch.get_num_threads()

@@ -115,7 +115,7 @@ FAULTS = [
       "integrations/transformers/test_layouts.py"),
     F("checkpoints/understood.py", "if _TRANSFORMS.fullmatch(name) and value", "if False and value",
       "integrations/transformers/test_layouts.py"),
-    F("integrations/transformers/quantizer.py", "dense = pre_scaled(weight.dequantize(wanted), module._buffers.get(PRE_SCALE))", "dense = weight.dequantize(wanted)",
+    F("integrations/transformers/quantizer.py", "dense = pre_scaled(weight.dequantize(dtype), module._buffers.get(PRE_SCALE))", "dense = weight.dequantize(dtype)",
       "integrations/transformers/test_layouts.py"),
     F("generation/families.py", "module.bias, module._buffers.get(PRE_SCALE))", "module.bias, None)",
       "integrations/transformers/test_layouts.py"),

@@ -14,7 +14,16 @@ from nvfp4_tensor.numerics.choices import Choice
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig
 
-METHOD = "nvfp4_tensor"
+
+class Method(str):
+    """The name of a method, as transformers has it, with the ``value`` of an enum, which diffusers reads."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+METHOD = Method("nvfp4_tensor")
 
 
 class NVFP4TensorConfig(QuantizationConfigMixin):

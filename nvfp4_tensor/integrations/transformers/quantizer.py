@@ -97,14 +97,7 @@ class NVFP4HfQuantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # After a model was saved, its config has the dtype as a string.
         wanted: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        for module in model.modules():
-            for name, weight in list(module.named_parameters(recurse=False)):
-                if isinstance(weight, NVFP4Tensor | FP8Tensor):
-                    dense = pre_scaled(weight.dequantize(wanted), module._buffers.get(PRE_SCALE))
-                    setattr(module, name, nn.Parameter(dense, requires_grad=False))
-                    set_pre_scale(module, None)
-            if type(module) is NVFP4Linear:
-                module.__class__ = nn.Linear  # type: ignore[assignment]
+        decode_weights(model, wanted)
         return model
 
     def is_serializable(self) -> bool:
@@ -129,7 +122,19 @@ def _registers_on_meta() -> bool:
     return bool(module.probe.is_meta)  # type: ignore[union-attr]
 
 
-def parameter_of(model: PreTrainedModel, name: str, weight: Tensor) -> nn.Parameter:
+def decode_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replace the NVFP4 and FP8 weights of a model by dense ones."""
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if isinstance(weight, NVFP4Tensor | FP8Tensor):
+                dense = pre_scaled(weight.dequantize(dtype), module._buffers.get(PRE_SCALE))
+                setattr(module, name, nn.Parameter(dense, requires_grad=False))
+                set_pre_scale(module, None)
+        if type(module) is NVFP4Linear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def parameter_of(model: nn.Module, name: str, weight: Tensor) -> nn.Parameter:
     """Return the parameter of a weight in NVFP4, whose nn.Linear becomes an NVFP4Linear, or in FP8."""
     linear = model.get_submodule(name.rpartition(".")[0])
     if type(linear) is nn.Linear and isinstance(weight, NVFP4Tensor):

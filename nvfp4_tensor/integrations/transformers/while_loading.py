@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, c
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.conv1d import as_linear, was_conv1d
 from nvfp4_tensor.quantization.experts import is_transposed
-from nvfp4_tensor.quantization.model_plan import Matrix
+from nvfp4_tensor.quantization.model_plan import Matrix, ModelPlan
 from nvfp4_tensor.quantization.names import joined_with
 from nvfp4_tensor.quantization.whole_model import matrices_of, plan_model, without_experts
 from nvfp4_tensor.tensor.arguments import resolve_amax
@@ -54,18 +54,8 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        chosen = self.quantization_config.modules_to_not_convert
-        matrices = matrices_of(model, model.all_tied_weights_keys)
-        if self.quantization_config.config.experts is False:
-            matrices = without_experts(matrices, "experts=False")
-        selected = None
-        if chosen is not None:
-            _check_patterns(model, matrices, chosen)
-            selected = lambda name: should_convert_module(name.removesuffix(".weight"), chosen)  # noqa: E731
-        plan = plan_model(model, matrices=matrices, selected=selected)
+        plan = plan_of(model, self.quantization_config, model.all_tied_weights_keys)
         self.weights = {name for name in plan.quantized if plan[name].shape[-1] % BLOCK == 0}
-        if is_progress_bar_enabled() and (dense := plan.left_dense()):
-            print(dense, file=sys.stderr)
         if self.quantization_config.quantize_lm_head:
             self._select_head(model)
         files = [Path(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
@@ -115,6 +105,23 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
         check_complete(model)
 
 
+def plan_of(model: nn.Module, config: NVFP4TensorConfig, ties: Mapping[str, str]) -> ModelPlan:
+    """Plan what a config quantizes in a model without values, and print what stays dense.
+
+    ties: as in :func:`matrices_of`.
+    """
+    chosen, matrices, selected = config.modules_to_not_convert, matrices_of(model, ties), None
+    if config.config.experts is False:
+        matrices = without_experts(matrices, "experts=False")
+    if chosen is not None:
+        _check_patterns(model, matrices, chosen)
+        selected = lambda name: should_convert_module(name.removesuffix(".weight"), chosen)  # noqa: E731
+    plan = plan_model(model, matrices=matrices, selected=selected)
+    if is_progress_bar_enabled() and (dense := plan.left_dense()):
+        print(dense, file=sys.stderr)
+    return plan
+
+
 class Quantize(ConversionOps):
     """Quantize dense weights while they are loaded. Weights that servers fuse wait until all of their group are loaded.
 
@@ -141,10 +148,10 @@ class Quantize(ConversionOps):
             input_dict = {full_layer_name: next(iter(input_dict.values()))}
         loaded: dict[str, Tensor] = {}
         for name, value in input_dict.items():  # several if the file has them in one tensor, such as q, k and v
-            loaded |= self._load(model, name, value[0] if isinstance(value, list) else value)
+            loaded |= self.load(model, name, value[0] if isinstance(value, list) else value)
         return loaded
 
-    def _load(self, model: PreTrainedModel, name: str, value: Tensor) -> dict[str, Tensor]:
+    def load(self, model: nn.Module, name: str, value: Tensor) -> dict[str, Tensor]:
         """Return the parameters that are complete with this one."""
         if name in self.tied:
             head, embedding = self.tied
@@ -188,7 +195,7 @@ def name_of_head(model: PreTrainedModel) -> str:
     )
 
 
-def _check_patterns(model: PreTrainedModel, matrices: Sequence[Matrix], patterns: Iterable[str]) -> None:
+def _check_patterns(model: nn.Module, matrices: Sequence[Matrix], patterns: Iterable[str]) -> None:
     """Warn of each pattern of modules_to_not_convert that leaves nothing dense."""
     names = [*(name for name, _ in model.named_modules()), *(each.name.removesuffix(".weight") for each in matrices)]
     for pattern in patterns:
