@@ -7,8 +7,8 @@ transformers = pytest.importorskip("transformers", "5.21")
 from benchmarks import families  # noqa: E402
 
 FEW = (
-    "llama", "gpt2", "qwen3_next", "deepseek_v3", "granitemoe", "inkling2_text", "kimi_linear", "mamba", "hrm_text",
-    "gemma4", "qwen3_vl_moe", "t5",
+    "minimax_m3_vl_text", "gpt2", "qwen3_next", "deepseek_v3", "granitemoe", "inkling2_text", "kimi_linear", "mamba",
+    "hrm_text", "gemma4", "qwen3_vl_moe", "t5",
 )  # fmt: skip
 """Families that are unlike each other: linear attention, Mamba, experts in one tensor and apart, vision and audio."""
 TABLE = families.read()
