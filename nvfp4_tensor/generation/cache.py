@@ -60,6 +60,9 @@ class NVFP4CacheLayer(DynamicLayer):
             ``sink``, or a ``max_tokens`` below 1.
     """
 
+    narrowed: Any = None
+    """The texts that go on, if others have ended; and what a graph reads and writes of them."""
+    _narrow_buffers: GraphBuffers | None = None
     _ring: Ring | None = None
     _spare: tuple[tuple[CodedStates, ...], Ring | None] = (), None
 
@@ -220,11 +223,25 @@ class NVFP4CacheLayer(DynamicLayer):
 
     def graph_buffers(self) -> GraphBuffers:
         """Return what a graph reads and writes, after moving the latest tokens into a ring. The layer is steady."""
+        if self._narrow_buffers is not None:
+            return self._narrow_buffers
         keys, values = self._pair
         if self._ring is None:
             self._ring = Ring(keys.latest, values.latest, self.length - self.sink, self._spare[1])
             self._spare = (), self._ring
         return GraphBuffers(keys, values, self._ring, self.spec.pack(), self.sink, self.recent)
+
+    @property
+    def by_text(self) -> list[Tensor]:
+        """What there is of each text (batch, ...), in a graph."""
+        buffers = self.graph_buffers()
+        return [*buffers.coded, buffers.keys.front, buffers.values.front, buffers.ring.keys, buffers.ring.values]
+
+    def narrow(self, narrowed: Any) -> None:
+        """Let graphs read and write some texts only, or all."""
+        self.narrowed, self._narrow_buffers = narrowed, None
+        if narrowed is not None:
+            self._narrow_buffers = self.graph_buffers().first(narrowed.rows)
 
     def count_one(self) -> None:
         """Count one token that a graph wrote."""
@@ -232,6 +249,8 @@ class NVFP4CacheLayer(DynamicLayer):
 
     def _settle(self) -> None:
         """Take the latest tokens out of the ring."""
+        if self.narrowed is not None:
+            self.narrowed.undo()
         if self._ring is None:
             return
         latest = self._ring.latest(self.length - self.sink)

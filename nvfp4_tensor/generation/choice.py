@@ -6,6 +6,7 @@ written again with the same seed, on any device, in any number of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +68,8 @@ class Chooser:
         count: number of calls.
 
     Attributes:
-        count: number of calls with the random numbers that are loaded, at most ROWS. Then :meth:`load_more`.
+        count: number of calls with the random numbers that are loaded, at most ROWS.
+        end: the first call without random numbers, before which :meth:`load_more`.
         chosen: int64 (B,), the last tokens; -1 for a row whose logits have a NaN.
         index: int64 (1,), the number of calls since sampling was loaded.
         in_use: a text is being written with it.
@@ -85,19 +87,21 @@ class Chooser:
         self.chosen = torch.zeros((batch,), dtype=torch.int64, device=device)
         self.load(sampling)
 
-    def load(self, sampling: Sampling) -> None:
-        """Start another text with this sampling, of the same kind."""
+    def load(self, sampling: Sampling, texts: Sequence[int] | None = None, first: int = 0) -> None:
+        """Choose with this sampling, of the same kind, for rows that are these texts, from call ``first`` on."""
         assert sampling.kind == self.kind
+        self._texts = range(self.batch) if texts is None else texts
         if self.kind[0]:
             self._temperature.fill_(min(max(sampling.temperature, _FLOAT32.tiny), _FLOAT32.max))
             self._top_p.fill_(1.0 if sampling.top_p is None else sampling.top_p)
         self._seed = sampling.seed
-        self.load_more(0)
+        self.load_more(first)
 
     def load_more(self, first: int) -> None:
         """Load the random numbers of the ``count`` calls from ``first`` on."""
+        self.end = first + self.count
         if self.kind[0]:
-            self._uniforms.copy_(uniforms(self._seed, self.count, self.batch, first))
+            self._uniforms.copy_(uniforms(self._seed, self.count, self._texts, first))
         self.index.zero_()
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -138,9 +142,9 @@ def largest_of(logits: Tensor) -> tuple[Tensor, Tensor]:
     return largest[:, 0], (index.gather(-1, part) + part * (logits.shape[-1] // PARTS))[:, 0]
 
 
-def uniforms(seed: int, count: int, batch: int, first: int = 0) -> Tensor:
-    """Return random numbers in [0, 1), float64 (count, batch) on the CPU: those of calls ``first`` and following."""
-    index = torch.arange(first, first + count)[:, None] * (1 << 20) + torch.arange(batch)
+def uniforms(seed: int, count: int, texts: Sequence[int], first: int = 0) -> Tensor:
+    """Return random numbers in [0, 1), float64 (count, texts) on the CPU: those of calls ``first`` and following."""
+    index = torch.arange(first, first + count)[:, None] * (1 << 20) + torch.tensor(texts)
     bits = _mixed(_mixed(torch.tensor(_signed(seed), dtype=torch.int64)) + index)
     return (bits >> 64 - BITS & (1 << BITS) - 1).double() / (1 << BITS)
 

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from nvfp4_tensor.generation.cache_argument import CACHE, NAMES, cache_in
 from nvfp4_tensor.generation.choice import ROWS, Chooser, Sampling
+from nvfp4_tensor.generation.ended_texts import Endings, Narrowed, narrow, narrowed_of, widen
 from nvfp4_tensor.generation.fixed_cache import (
     Buffers,
     FixedCache,
@@ -29,12 +30,15 @@ from nvfp4_tensor.generation.runner import Runner, addresses_of
 
 MAX_BATCH = 256
 """The largest number of texts that are decoded together."""
-RUNNERS = 8
-"""The largest number of graphs, one for each cache and way to choose tokens. The oldest gives way."""
+RUNNERS = 16
+"""The largest number of graphs, one for each cache, number of texts and way to choose tokens. The oldest gives way."""
 RESTLESS = 8
 """After so many changes of the model, at one token after the other, no more graphs are captured."""
 _ARGUMENTS = {"attention_mask", "position_ids", *NAMES, "use_cache", "return_dict", "logits_to_keep", "tokenizer"}
 """The arguments of a model's forward that the step supports. ``generate`` passes the tokenizer of ``stop_strings``."""
+_TOKEN_BY_TOKEN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+ENDINGS = "nvfp4_endings"
+"""An argument of the forward that ``generate`` hands on, by which a step knows which texts have ended."""
 CACHES, KWARGS = "_prepare_cache_for_generation", "_update_model_kwargs_for_generation"
 
 
@@ -141,7 +145,8 @@ class Decoder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls_own = torch.compiler.is_compiling() or len(args) > 1
-        output = None if calls_own else self._natively(*args, **kwargs)
+        endings = kwargs.pop(ENDINGS, None)
+        output = None if calls_own else self._natively(endings, *args, **kwargs)
         if output is not None:
             self.count()
             return output
@@ -153,7 +158,7 @@ class Decoder:
         """Count a call that was native."""
         self.counts = self.counts._replace(native=self.counts.native + 1)
 
-    def _natively(self, input_ids: Any = None, **others: Any) -> Any:
+    def _natively(self, endings: Endings | None, input_ids: Any = None, **others: Any) -> Any:
         """Return the output for prompts or one token per text, or None, without side effects, for other calls."""
         cache = cache_in(others)
         if not self._is_plain(input_ids, cache, others):
@@ -169,13 +174,21 @@ class Decoder:
         if input_ids.shape[1] > 1 or not position:
             logits = self._read(cache, input_ids, position_ids, padding, others.get("logits_to_keep", 0))
             return None if logits is None else self._output(logits, cache)
-        if not self.takes(cache) or batch_of(cache) != len(input_ids):
+        if not self.takes(cache):
+            return None
+        narrowed = _narrowed(cache, input_ids, endings)
+        if narrowed is not None:
+            input_ids = narrowed.select(input_ids)
+            position_ids = None if position_ids is None else narrowed.select(position_ids)
+            padding = None if padding is None else narrowed.select_padding(padding)
+        if batch_of(cache) != len(input_ids):
             return None
         runner = self.launch(cache, input_ids, position, position_ids, padding)
         if runner is None:
             return None
         append_one(cache)
-        return self._output(runner.logits.clone()[:, None], cache)
+        logits = runner.logits.clone() if narrowed is None else narrowed.spread(runner.logits)
+        return self._output(logits[:, None], cache)
 
     def _read(self, cache: Any, tokens: Tensor, positions: Any, padding: Padding | None, kept: int) -> Tensor | None:
         """Return the logits (B, kept or T, vocabulary) of prompts, None for another model or cache."""
@@ -350,6 +363,16 @@ def is_given(value: Any) -> bool:
     return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
+def _narrowed(cache: Any, tokens: Tensor, endings: Endings | None) -> Narrowed | None:
+    """Return which texts of a batch go on, for the next token of each; None for all."""
+    if endings is None or len(tokens) == 1 or type(cache) is not FixedCache:
+        widen(cache)
+        return None
+    if (ended := endings.see(tokens)) is not None:
+        narrow(cache, ended)
+    return narrowed_of(cache)
+
+
 class DecodeCounts(NamedTuple):
     """How many calls of a model, for a prompt or a token of each text, were computed natively and by transformers."""
 
@@ -389,7 +412,7 @@ class Caches:
         decoder, model = self.decoder, self.decoder.model
         device = next(model.parameters()).device
         if (
-            mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+            mode in _TOKEN_BY_TOKEN
             and batch_size * config.num_return_sequences <= MAX_BATCH
             and config.cache_implementation in (None, "static")
             and config.use_cache is not False
@@ -401,8 +424,11 @@ class Caches:
             and decoder.plan() is not None
         ):
             arguments[CACHE] = decoder.new_cache(length)
-            return None
-        return type(model)._prepare_cache_for_generation(model, config, arguments, mode, batch_size, length)
+        else:
+            type(model)._prepare_cache_for_generation(model, config, arguments, mode, batch_size, length)
+        stops = getattr(config, "_eos_token_tensor", None)
+        if stops is not None and mode in _TOKEN_BY_TOKEN and type(cache_in(arguments)) is FixedCache:
+            arguments[ENDINGS] = Endings(stops)
 
 
 class MaskKeeper:

@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 )
 
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer
+from nvfp4_tensor.generation.ended_texts import Narrowed, narrowed_of
 from nvfp4_tensor.generation.ring import GraphBuffers
 
 GROWTH = 256
@@ -58,10 +59,12 @@ class FixedLayer(DynamicLayer):
     Attributes:
         length: number of tokens in them.
         moves: how often the buffers were replaced.
+        narrowed: the texts that go on, if others have ended.
     """
 
     index: int = 0
     lender: Buffers | None = None
+    narrowed: Narrowed | None = None
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length, self.moves = capacity, 0, 0
@@ -70,21 +73,40 @@ class FixedLayer(DynamicLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has buffers of its own."""
+        self._widen()
         return {**vars(self), "lender": None}
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor] | None:
-        """Keys and values, each (batch, heads, capacity, head_dim)."""
-        return self._pair
+        """Keys and values, each (batch, heads, capacity, head_dim), of the texts that go on."""
+        if self.narrowed is None or self._pair is None:
+            return self._pair
+        return self._pair[0][: self.narrowed.rows], self._pair[1][: self.narrowed.rows]
 
     @buffers.setter
     def buffers(self, pair: tuple[Tensor, Tensor] | None) -> None:
         self._pair = pair
         self.moves += 1
 
+    @property
+    def by_text(self) -> list[Tensor]:
+        """What there is of each text (batch, ...)."""
+        assert self._pair is not None
+        return [t[:, :, : self.length] for t in self._pair]
+
+    def narrow(self, narrowed: Narrowed | None) -> None:
+        """Let the buffers be those of some texts, or of all."""
+        self.narrowed = narrowed
+        self.moves += 1
+
+    def _widen(self) -> None:
+        if self.narrowed is not None:
+            self.narrowed.undo()
+
     # Methods of transformers read and assign keys and values as tensors of the cache's length.
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
+        self._widen()
         return None if self.buffers is None else self.buffers[0][:, :, : self.length]
 
     @keys.setter
@@ -93,6 +115,7 @@ class FixedLayer(DynamicLayer):
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
+        self._widen()
         return None if self.buffers is None else self.buffers[1][:, :, : self._value_length]
 
     @values.setter
@@ -101,6 +124,7 @@ class FixedLayer(DynamicLayer):
 
     def _assign(self, which: int, value: Tensor | None) -> None:
         """Take the tensor that a method of transformers computed: a part of a buffer, or another one."""
+        self._widen()
         if value is None:
             self.buffers, self.length, self._value_length = None, 0, 0
             return
@@ -146,17 +170,17 @@ class FixedLayer(DynamicLayer):
 
     def reserve(self, length: int) -> None:
         """Move to larger buffers if these have no room for ``length`` tokens."""
-        assert self.buffers is not None
         if length > self.capacity:
             self.capacity = round_up(max(length, 2 * self.capacity))
-            old = self.buffers
+            old = self.by_text
             self.buffers = self._allocate(old[0]), self._allocate(old[1])
-            for buffer, before in zip(self.buffers, old, strict=True):
-                buffer[:, :, : self.length] = before[:, :, : self.length]
+            for buffer, before in zip(self.by_text, old, strict=True):
+                buffer.copy_(before)
             self._lend_back()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (batch, heads, n, head_dim). Return those of all tokens."""
+        self._widen()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + key_states.shape[-2]
@@ -292,6 +316,8 @@ def dtype_of(cache: Any) -> torch.dtype:
 def batch_of(cache: Any) -> int:
     """Return the number of texts in a cache that has buffers, or codes."""
     layers: list[Any] = cache.layers
+    if (narrowed := narrowed_of(cache)) is not None:
+        return narrowed.rows
     batch: int = layers[0].batch if type(cache) in _OF_CODES else buffers_of(cache)[0][0].shape[0]
     return batch
 

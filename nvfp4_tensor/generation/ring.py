@@ -7,6 +7,7 @@ overwrites. What a step writes depends on its position alone, so that it may run
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +81,15 @@ class GraphBuffers(NamedTuple):
     def addresses(self) -> tuple[int, ...]:
         dense = (self.ring.keys, self.ring.values, self.keys.front, self.values.front)
         return tuple(t.data_ptr() for t in (*self.keys.coded, *self.values.coded, *dense))
+
+    def first(self, rows: int) -> GraphBuffers:
+        """Return those of the first texts."""
+        keys, values, ring = copy(self.keys), copy(self.values), copy(self.ring)
+        for states in (keys, values):
+            for name in ("codes", "scale", "factor", "front"):
+                setattr(states, name, getattr(states, name)[:rows])
+        ring.keys, ring.values = ring.keys[:rows], ring.values[:rows]
+        return self._replace(keys=keys, values=values, ring=ring)
 
     def place_of(self, position: Tensor, starts: Tensor | None) -> Place:
         """Return the place of the token at ``position``, int64 (1,), which is the same for all layers."""

@@ -17,6 +17,7 @@ from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.choice import Chooser, Sampling
 from nvfp4_tensor.generation.decoder import MAX_BATCH, Decoder, Padding, padding_of
+from nvfp4_tensor.generation.ended_texts import Narrowed, narrow, narrowed_of
 from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, keeps_all_keys, length_of
 
 AHEAD = 4
@@ -41,7 +42,7 @@ def generate(
     On CUDA each token is one replay of a CUDA graph, the choice of the token included, for up to 256 prompts; the host
     waits for nothing but the tokens that it yields, and those trail the GPU by up to four steps. On a CPU, and for
     models that cannot be captured, tokens are computed when they are asked for. Call :func:`decode_natively` before: it
-    keeps the graph from call to call, and on a CPU makes one operator of a token.
+    keeps graphs from call to call, and on a CPU makes one operator of a token.
 
     The same seed writes the same text, however many tokens are asked for.
 
@@ -59,7 +60,8 @@ def generate(
         top_k: draw from the k most likely tokens.
         top_p: draw from the smallest set of most likely tokens whose probabilities add up to at least this number.
         stop_tokens: tokens that end a text: by default the model's end-of-sequence tokens (``eos_token_id``), () for
-            none. The iterator ends after all texts have ended; one that has ended before repeats its last token.
+            none. The iterator ends after all texts have ended; one that has ended before repeats its last token, and
+            costs nothing once half of the rows have.
         seed: of the random numbers. Each row of the batch has its own.
 
     Yields:
@@ -133,6 +135,7 @@ def _texts(writer: _Writer, stops: Tensor) -> Iterator[Tensor]:
             if ended is not None and last is not None:
                 tokens = torch.where(ended, last, tokens)
             last, ended = tokens, torch.isin(tokens, stops) if ended is None else ended | torch.isin(tokens, stops)
+            writer.ended = ended
             writer.yielded += 1
             yield tokens
             if ended.all():
@@ -155,10 +158,12 @@ class _Writer:
         model, ids, sampling, count, cache = self.model, self.ids, self.sampling, self.count, self.given
         self.start = 0 if cache is None else length_of(cache)
         batch = ids.shape[0]
-        self.decoder = _decoder_of(model) if _is_captured(ids) and batch <= MAX_BATCH else None
+        self.decoder = _decoder_of(model) if batch <= MAX_BATCH else None
         length = ids.shape[1] + count
         self.cache: Any = cache
         self.yielded = 0
+        self.ended: Tensor | None = None
+        """bool (B,) on the CPU, after the tokens that were yielded."""
         with torch.inference_mode(False):
             if self.decoder is None:
                 self.chooser = Chooser(sampling, batch, count, ids.device)
@@ -166,14 +171,15 @@ class _Writer:
             else:
                 self.chooser = self.decoder.new_chooser(sampling, batch, count)
                 self.cache = self.decoder.new_cache(length) if cache is None else cache
-        ahead = AHEAD if _is_captured(ids) and (cache is None or _can_drop_tokens(cache)) else 0
+        ahead = AHEAD if _runs_ahead(ids) and (cache is None or _can_drop_tokens(cache)) else 0
         self._slots = [torch.empty((batch,), dtype=torch.int64, pin_memory=ids.is_cuda) for _ in range(ahead + 1)]
         self.chooser.in_use = True
+        self._latest = torch.zeros((batch,), dtype=torch.int64)
         self._next: Tensor | None = None
         self._last: Any = None
 
     def __iter__(self) -> Iterator[Tensor]:
-        pending: deque[tuple[Tensor, Any]] = deque()
+        pending: deque[tuple[Tensor, Any, list[int] | None]] = deque()
         for i in range(self.count):
             self._advance(i)
             pending.append(self._read(i))
@@ -190,15 +196,17 @@ class _Writer:
             if length_of(self.given) > kept:
                 _drop_tokens(self.given, kept)
 
-    def _arrived(self, slot: Tensor, event: Any) -> Tensor:
+    def _arrived(self, slot: Tensor, event: Any, texts: list[int] | None) -> Tensor:
+        """Return the tokens of all texts: the latest of those that had ended before."""
         if event is not None:
             event.synchronize()
-        return slot.clone()
+        self._latest = slot.clone() if texts is None else self._latest.index_copy(0, torch.tensor(texts), slot)
+        return self._latest
 
     @torch.no_grad()
     def _advance(self, i: int) -> None:
         """Choose token i. ``_next`` has the next input, None if the runner of a graph has it."""
-        if i and i % self.chooser.count == 0:
+        if i == self.chooser.end:
             self.chooser.load_more(i)
         if i == 0:
             self._next = self.chooser(self._logits(self.ids, self.start, **_keep_one(self.model)))
@@ -206,28 +214,59 @@ class _Writer:
         position = self.start + self.ids.shape[1] + i - 1
         if type(self.cache) is FixedCache:
             self.cache.reserve(position + 1)
-        runner = self._runner(position)
+        runner = self._runner(position, i)
         if runner is None or self.decoder is None:
             assert self._next is not None
             self._next = self.chooser(self._logits(self._next[:, None], position))
             return
         if self._next is not None:
             runner.feed(self._next)
-        runner.launch(position, None, None if self.padding is None else self.padding.starts)
+        runner.launch(position, None, None if self.padding is None else self._of_rows(self.padding).starts)
         append_one(self.cache)
         self.decoder.count()
         self._last, self._next = runner, None
 
-    def _runner(self, position: int) -> Any:
-        """Return the runner for the next token. The model may have changed, or have got hooks, since the last one."""
+    def _runner(self, position: int, i: int) -> Any:
+        """Return the runner for token i. The model may have changed, or have got hooks, since the last one."""
         decoder, runner = self.decoder, None
         if decoder is not None and decoder.plan() is not None and decoder.takes(self.cache):
-            runner = decoder.runner(self.cache, self.chooser, position, self.padding)
+            self._leave_out_ended_texts(i)
+            padding = None if self.padding is None else self._of_rows(self.padding)
+            runner = decoder.runner(self.cache, self.chooser, position, padding)
         if runner is not None and runner is not self._last:
             runner.restart()
         if self._next is None and runner is not self._last:
             self._next = self._last.tokens
+        if runner is None and (narrowed := narrowed_of(self.cache)) is not None:
+            assert self._next is not None
+            self._next = narrowed.spread(self._next)
+            narrowed.undo()
+            self._choose_for(None, len(self.ids), i)
         return runner
+
+    def _leave_out_ended_texts(self, i: int) -> None:
+        """Go on with fewer rows from token i on, once half of them are of texts that have ended."""
+        if self.ended is None or not self.ended.any() or self._last is None:
+            return
+        before = narrow(self.cache, self.ended.tolist())
+        if before is not None:
+            tokens = self._last.tokens if self._next is None else self._next
+            self._next = tokens.index_select(0, torch.tensor(before, device=tokens.device))
+            self._choose_for(narrowed_of(self.cache), len(before), i)
+
+    def _choose_for(self, narrowed: Narrowed | None, rows: int, i: int) -> None:
+        """Let another chooser choose token i and those that follow."""
+        assert self.decoder is not None
+        self.chooser.in_use = False
+        with torch.inference_mode(False):
+            self.chooser = self.decoder.new_chooser(self.sampling, rows, self.count)
+        self.chooser.load(self.sampling, None if narrowed is None else narrowed.order[:rows], i)
+        self.chooser.in_use = True
+
+    def _of_rows(self, padding: Padding) -> Padding:
+        narrowed = narrowed_of(self.cache)
+        selected: Padding = padding if narrowed is None else narrowed.select_padding(padding)
+        return selected
 
     def _logits(self, tokens: Tensor, position: int, **options: Any) -> Tensor:
         if self.padding is not None:
@@ -240,11 +279,13 @@ class _Writer:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _read(self, i: int) -> tuple[Tensor, Any]:
-        """Return where the chosen tokens will be on the CPU, and the event after which they are there."""
-        slot = self._slots[i % len(self._slots)]
+    def _read(self, i: int) -> tuple[Tensor, Any, list[int] | None]:
+        """Return where the chosen tokens will be on the CPU, the event after which they are there, and their texts."""
+        slot = self._slots[i % len(self._slots)][: self.chooser.batch]
         slot.copy_(self.chooser.chosen, non_blocking=True)
-        return slot, torch.cuda.current_stream(self.ids.device).record_event() if self.ids.is_cuda else None
+        narrowed = narrowed_of(self.cache)
+        texts = None if narrowed is None else narrowed.order[: narrowed.rows]
+        return slot, torch.cuda.current_stream(self.ids.device).record_event() if self.ids.is_cuda else None, texts
 
 
 def _can_drop_tokens(cache: Any) -> bool:
@@ -290,16 +331,18 @@ def _check_room(cache: Any, tokens: int) -> None:
         )
 
 
-def _is_captured(ids: Tensor) -> bool:
-    """Return whether tokens of these prompts are computed by graphs."""
+def _runs_ahead(ids: Tensor) -> bool:
+    """Return whether tokens of these prompts are computed while the host does something else."""
     return ids.is_cuda
 
 
 def _decoder_of(model: Any) -> Decoder | None:
-    """Return the decoder that decode_natively gave the model, or one for this text, None if there can be none."""
+    """Return the decoder that decode_natively gave the model, or on CUDA one for this text; None for none."""
     decoder = vars(model).get("forward")
     if isinstance(decoder, Decoder):
         return decoder
+    if model.device.type != "cuda":
+        return None
     try:
         return Decoder(model)
     except ValueError:

@@ -178,7 +178,7 @@ class Call:
             gap = (logits.topk(rank + 1).values[:, rank] - chosen) / scale
             assert gap.max() <= bound, (gap, self.player.log)
             return
-        draws = uniforms(self.options["seed"], len(tokens), len(self.ids))[:, row]
+        draws = uniforms(self.options["seed"], len(tokens), range(len(self.ids)))[:, row]
         ends = torch.softmax(logits / self.options["temperature"], -1).double().cumsum(-1)
         low, high = (ends.gather(-1, (tokens[:, None] - i).clamp(min=0))[:, 0] for i in (1, 0))
         assert ((draws >= low.where(tokens > 0, 0.0) - bound) & (draws <= high + bound)).all(), self.player.log
@@ -421,8 +421,7 @@ def surroundings(kind, monkeypatch):
     monkeypatch.setattr("nvfp4_tensor.generation.fixed_cache.ROOM", 16)
     monkeypatch.setattr("nvfp4_tensor.generation.choice.ROWS", 4)
     if kind in GRAPHS:
-        monkeypatch.setattr(text, "_decoder_of", lambda model: vars(model).get("forward"))
-        monkeypatch.setattr(text, "_is_captured", lambda ids: True)
+        monkeypatch.setattr(text, "_runs_ahead", lambda ids: True)
     seen = []
 
     def of(model, keys, values):

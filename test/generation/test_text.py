@@ -43,14 +43,10 @@ def ties(model, ids, tokens, rank=0):
 
 
 @pytest.fixture
-def graphs(device, monkeypatch):
-    """Let the steps of graphs run on a CPU too, and collect the positions of those that run."""
+def graphs(monkeypatch):
+    """The positions of the steps that run."""
     seen, launch = [], Runner.launch
     monkeypatch.setattr(Runner, "launch", lambda self, at, *more: seen.append(at) or launch(self, at, *more))
-    if device == "cpu":
-        monkeypatch.setattr("nvfp4_tensor.generation.text._decoder_of", lambda model: vars(model)["forward"])
-        monkeypatch.setattr("nvfp4_tensor.generation.text._is_captured", lambda ids: True)
-        monkeypatch.setattr("nvfp4_tensor.generation.text.AHEAD", 0)
     return seen
 
 
