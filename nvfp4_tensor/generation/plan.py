@@ -27,6 +27,7 @@ from nvfp4_tensor.generation.model_state import ModelState, check_known, check_m
 from nvfp4_tensor.generation.prompt import ShortPrompts, fits, make_room, read
 from nvfp4_tensor.generation.ring import Place
 from nvfp4_tensor.generation.token_step import Rotation, TokenStep
+from nvfp4_tensor.matmul.backends import FP8_ROWS
 from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -76,6 +77,7 @@ class Plan:
             _check_own_forward(model, modules)
         else:
             self._step = TokenStep(self.description)
+            self._step_of_many_rows = TokenStep(self.description, is_fp8=True)
             self._short = ShortPrompts(self._step, self._rotations_of) if self._rows_are_independent() else None
         self.dtype: torch.dtype = model.dtype
         self.requests_more = model.config.return_dict is False or any(
@@ -121,7 +123,8 @@ class Plan:
         make_room(cache, self.description, len(tokens), cache.layers[0].length + tokens.shape[1])
         if not cache.layers[0].length and self._short is not None and self._short.take(*tokens.shape):
             return self._short.read(tokens, positions, starts, cache, kept)
-        return read(self._step, tokens, cache, self._rotations_of(positions), starts, kept)
+        step = self._step if tokens.shape[1] < FP8_ROWS else self._step_of_many_rows
+        return read(step, tokens, cache, self._rotations_of(positions), starts, kept)
 
     def _rotations_of(self, positions: Tensor) -> list[Rotation]:
         """Return cos and sin (1 or B, T, rotary) of positions (1 or B, T) for each of the rotary embeddings."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from transformers.integrations import moe
 
 from nvfp4_tensor.generation.architectures import Attention, Block, FeedForward, Linear, Mixture, Model, Norm
 from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, Place
+from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import TILE_ROWS
 from nvfp4_tensor.quantization.linear import pre_scaled
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -48,14 +49,15 @@ class TokenStep:
 
     Args:
         model: what :func:`~nvfp4_tensor.generation.families.describe` returned for a model with an output layer.
+        is_fp8: weights with ``activations="fp8"`` round both operands, if there are as many rows as that takes.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, is_fp8: bool = False) -> None:
         assert model.head is not None
         self.model = model
-        self.blocks = [_Block(block) for block in model.blocks]
-        self.head = norm_project(model.norm, (model.head,))
-        self.plain_head = project((model.head,))
+        self.blocks = [_Block(block, is_fp8) for block in model.blocks]
+        self.head = norm_project(model.norm, (model.head,), -1, is_fp8)
+        self.plain_head = project((model.head,), is_fp8)
 
     def __call__(
         self,
@@ -112,11 +114,11 @@ class TokenStep:
 class _Block:
     """Attention and feed-forward of one block."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, is_fp8: bool) -> None:
         self.block = block
-        self.qkv = norm_project(block.pre_attention, block.attention.qkv)
-        self.o = project((block.attention.o,))
-        self.feed_forward = _feed_forward(block.pre_feed_forward, block.feed_forward)
+        self.qkv = norm_project(block.pre_attention, block.attention.qkv, -1, is_fp8)
+        self.o = project((block.attention.o,), is_fp8)
+        self.feed_forward = _feed_forward(block.pre_feed_forward, block.feed_forward, is_fp8)
 
     def __call__(self, total: Sum, attend: Callable[[Attention, Tensor], Tensor]) -> Sum:
         """Return the sum after the block; total: the one before it."""
@@ -149,11 +151,14 @@ def attend(
     return attended
 
 
-def _feed_forward(norm: Norm | None, layer: FeedForward | Mixture) -> Callable[[Sum], tuple[Tensor, Tensor]]:
+def _feed_forward(
+    norm: Norm | None, layer: FeedForward | Mixture, is_fp8: bool
+) -> Callable[[Sum], tuple[Tensor, Tensor]]:
     """Return a function from the sum before a feed-forward to its output and the value of the sum, both (B, D)."""
     if isinstance(layer, Mixture):
         return functools.partial(_mixture, norm, layer)
-    gate_up, down = norm_project(norm, layer.gate_up, int(layer.activation)), project((layer.down,))
+    gate_up = norm_project(norm, layer.gate_up, int(layer.activation), is_fp8)
+    down = project((layer.down,), is_fp8)
 
     def run(total: Sum) -> tuple[Tensor, Tensor]:
         y, x = gate_up(total)
@@ -173,7 +178,7 @@ def _mixture(norm: Norm | None, mixture: Mixture, total: Sum) -> tuple[Tensor, T
 
 
 def norm_project(
-    norm: Norm | None, linears: Sequence[Linear], activation: int = -1
+    norm: Norm | None, linears: Sequence[Linear], activation: int = -1, is_fp8: bool = False
 ) -> Callable[[Sum], tuple[Tensor, Tensor]]:
     """Return a function from a sum to the outputs (B, sum of N) of linears of its norm, and the sum's value (B, D).
 
@@ -181,9 +186,9 @@ def norm_project(
         activation: outputs are gate and up, and those returned are (B, N): ``activation(gate) * up``. -1: none.
     """
     halves = _halves(linears) if activation >= 0 else linears
-    if norm is not None and halves is not None and all(map(_is_plain, (*linears, *halves))):
+    if norm is not None and halves is not None and all(_is_plain(each, is_fp8) for each in (*linears, *halves)):
         return functools.partial(_norm_linears, norm, *_parts(halves), activation)
-    products = project(linears)
+    products = project(linears, is_fp8)
 
     def run(total: Sum) -> tuple[Tensor, Tensor]:
         normed, x = add_and_norm(total, norm)
@@ -209,16 +214,17 @@ def _norm_linears(
     return y, x if x.numel() else total.x  # empty: it would equal x
 
 
-def project(linears: Sequence[Linear]) -> Callable[[Tensor], Tensor]:
+def project(linears: Sequence[Linear], is_fp8: bool = False) -> Callable[[Tensor], Tensor]:
     """Return a function from x (B, K) to the outputs (B, sum of N) of linears that share x.
 
     Weight-only NVFP4 weights take one operator. Others (dense, W4A4, transformed) take torch's linear each, and those
     that scale their inputs take operators of their own.
     """
     if any(each.input_scale is not None for each in linears):
-        products = [(project((dataclasses.replace(each, input_scale=None),)), each.input_scale) for each in linears]
+        plain = [(dataclasses.replace(each, input_scale=None), each.input_scale) for each in linears]
+        products = [(project((each,), is_fp8), scale) for each, scale in plain]
         return lambda x: torch.cat([product(pre_scaled(x, scale)) for product, scale in products], -1)
-    if all(_is_weight_only(each.weight) for each in linears):
+    if all(_is_plain(each, is_fp8) for each in linears):
         parts, biases = _parts(linears)
         return lambda x: torch.ops.nvfp4.linears(x, *parts, biases)
     if len(linears) == 1:
@@ -250,11 +256,15 @@ def _products(weights: Sequence[Tensor], x: Tensor) -> Tensor:
     return y
 
 
-def _is_plain(linear: Linear) -> bool:
-    return linear.input_scale is None and _is_weight_only(linear.weight)
+def _is_plain(linear: Linear, is_fp8: bool) -> bool:
+    """Return whether the product is that of a weight-only NVFP4 weight."""
+    weight = linear.weight
+    if linear.input_scale is not None or not _is_weight_only(weight):
+        return False
+    return not (is_fp8 and weight.product_backend == ProductBackend.FP8)
 
 
-def _is_weight_only(weight: Tensor) -> bool:
+def _is_weight_only(weight: Tensor) -> TypeGuard[NVFP4Tensor]:
     return (
         type(weight) is NVFP4Tensor
         and weight.activation_spec is None

@@ -213,6 +213,27 @@ def test_quantized_activations(natively, steps):
     assert error.median() < 0.05 and error.max() < 0.3
 
 
+def test_fp8_activations_of_long_prompts(natively, monkeypatch):
+    """Each prompt of as many tokens as that takes has them, and shorter ones of a batch with as many do not."""
+    monkeypatch.setattr("nvfp4_tensor.generation.prompt.SHORT", 16)  # of all texts: fewer than FP8_ROWS
+    for module in ("matmul.backends", "generation.plan"):
+        monkeypatch.setattr(f"nvfp4_tensor.{module}.FP8_ROWS", 48)
+    dense, logits = tiny_model("Llama", quantized=False), {}
+    for activations in (None, "fp8"):
+        model = copy.deepcopy(dense)
+        quantize_(model.model, NVFP4WeightOnlyConfig(activations=activations))
+        model = natively(model)
+        for length in (40, 48):
+            with torch.no_grad():
+                one = prompt(model, 2, length)
+                logits[activations, length] = model(one, **{CACHE: FixedCache(4, 64)}).logits
+        own = own_logits(model, prompt(model, 1, 48)), own_logits(model, prompt(model, 1, 40))
+        for length, expected in zip((48, 40), own, strict=True):
+            assert relative_error(logits[activations, length][:1], expected).median() < 0.02
+    assert torch.equal(logits["fp8", 40], logits[None, 40])
+    assert relative_error(logits["fp8", 48], logits[None, 48]).median() > 0.02
+
+
 OTHERS = {
     "GPTNeoX": {"rotary_pct": 0.5}, "Gemma": {}, "Glm": {"num_attention_heads": 4},
     "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
