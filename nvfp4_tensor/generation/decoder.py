@@ -267,9 +267,7 @@ class Decoder:
             return self._runners[key]
         if not plan.holds():
             self._renew()
-            plan = self._usable()
-            if plan is None:
-                return None
+            return None if self._usable() is None else self.runner(cache, chooser, position, padding)
         while len(self._runners) >= RUNNERS:
             del self._runners[next(iter(self._runners))]
             self._latest = None
