@@ -7,8 +7,6 @@ that the weight decodes to, and ``input_amax`` (float32 0-d) has a static activa
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -91,16 +89,11 @@ def _settings(weight: NVFP4Tensor) -> dict[str, Any]:
     return {
         "columns": weight.columns,
         "dtype": str(weight.orig_dtype).removeprefix("torch."),
-        "spec": _spec_fields(weight.spec),
-        "activation_spec": None if weight.activation_spec is None else _spec_fields(weight.activation_spec),
+        "spec": weight.spec.to_dict(),
+        "activation_spec": None if weight.activation_spec is None else weight.activation_spec.to_dict(),
         "product_backend": weight.product_backend.name,
         "transposed": weight.transposed,
     }
-
-
-def _spec_fields(spec: QuantizeSpec) -> dict[str, Any]:
-    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    return {name: value.name if isinstance(value, enum.Enum) else value for name, value in values.items()}
 
 
 def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:

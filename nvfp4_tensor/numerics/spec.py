@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from nvfp4_tensor._compat.pickles import pin
-from nvfp4_tensor.numerics.choices import FourOverSix, RoundingMode, ScaleRounding, ScaleSearch
+from nvfp4_tensor.numerics.choices import Choice, FourOverSix, RoundingMode, ScaleRounding, ScaleSearch
 from nvfp4_tensor.numerics.layout import BLOCK, DEFAULT_HADAMARD_SIGN, ROTATION
 
 
@@ -161,6 +161,11 @@ class QuantizeSpec:
             | int(self.scale_search or 0) << 10  # two bits, the upper one reserved
             | (1 << 13 if self.row_scaled else 0)
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON types, of which ``QuantizeSpec(**fields)`` makes an equal spec."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value.name.lower() if isinstance(value, Choice) else value for name, value in fields.items()}
 
     def __deepcopy__(self, memo: dict) -> QuantizeSpec:
         """Return self: it is immutable, and guards of compiled graphs compare identical objects faster."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.formats.table import TableFormat
-from nvfp4_tensor.numerics.choices import Choice
+from nvfp4_tensor.numerics.choices import Activations, ProductBackend
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig
 
@@ -98,12 +97,12 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as JSON types, such that ``NVFP4TensorConfig(**to_dict())`` is equal to it."""
-        config: dict[str, Any] = {"weight": _spec_to_dict(self.config.weight)}
+        config: dict[str, Any] = {"weight": self.config.weight.to_dict()}
         if isinstance(self.config, NVFP4Config):
-            config["activation"] = _spec_to_dict(self.config.activation)
-            config["product_backend"] = _plain(self.config.product_backend)
+            config["activation"] = self.config.activation.to_dict()
+            config["product_backend"] = ProductBackend.of(self.config.product_backend).name.lower()
         elif self.config.activations is not None:
-            config["activations"] = _plain(self.config.activations)
+            config["activations"] = Activations.of(self.config.activations).name.lower()
         return {**self.__dict__, "config": config}
 
 
@@ -155,16 +154,6 @@ class ModelOptConfig(CheckpointConfig):
         """Return the possible names, as in the base class. Experts that are one tensor have different names."""
         stem = f"{name.rpartition('.')[0]}." if "." in name else ""
         return {key: key.removeprefix(stem) for key in modelopt.keys_of(name).values()}
-
-
-def _plain(value: Any) -> Any:
-    """Return the name of a choice, and any other value unchanged."""
-    return value.name.lower() if isinstance(value, Choice) else value
-
-
-def _spec_to_dict(spec: QuantizeSpec) -> dict[str, Any]:
-    """Return the fields of a spec as JSON types."""
-    return {name: _plain(value) for name, value in dataclasses.asdict(spec).items()}
 
 
 def _config_of(fields: dict[str, Any]) -> NVFP4WeightOnlyConfig:
