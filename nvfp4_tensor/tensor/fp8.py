@@ -28,6 +28,7 @@ with quietly():
     from torchao.utils import TorchAOBaseTensor
 
 E4M3 = torch.float8_e4m3fn
+_BYTES = 0x0101010101010101
 NOT_MERGED = "merging an adapter would round it again: keep the adapter apart, or merge it into the dense model"
 
 
@@ -62,13 +63,32 @@ def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dt
     skipped = first % height if block[0] else 0
     if block[0]:
         scale = scale[..., first // height : -(-(first + rows) // height), :]
-    values = codes.float()
+    values, scale = _operands(codes, scale)
     if (skipped + rows) % max(height, 1) or skipped or columns % max(width, 1):
         values = pad(values, (0, -columns % width, skipped, -(skipped + rows) % height))
     # Indices of a spread scale would be wrong in torch 2.13's compiled CPU code.
     blocks = values.unflatten(-1, (scale.shape[-1], width)).unflatten(-3, (scale.shape[-2], height))
-    values = (blocks * scale[..., :, None, :, None]).to(dtype).flatten(-2).flatten(-3, -2)
+    values = blocks.mul_(scale[..., :, None, :, None]).to(dtype).flatten(-2).flatten(-3, -2)
     return values[..., skipped : skipped + rows, :columns]
+
+
+def _operands(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return new float32 numbers, and scales, with the products codes x scale.
+
+    On a CPU, torch converts e4m3 one by one. Shifted into a float16, whose exponents have a bias of 15 instead of 7,
+    the numbers are 1 / 256 of the codes'.
+    """
+    is_slow = type(codes) is not Tensor or not codes.is_cpu or torch.compiler.is_compiling()
+    is_slow = is_slow or not codes.is_contiguous() or codes.storage_offset() % 8 > 0 or codes.numel() % 8 > 0
+    if is_slow or (scale > 2.0**100).any():  # 256 times that could be infinite
+        return codes.float(), scale
+    data = codes.view(torch.int8)
+    bits = data.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign was extended into that bit
+    values, scale = bits.view(torch.float16).float(), scale * 256
+    words = data.view(-1).view(torch.int64)  # 8 codes: only 0x7F, NaN, carries into the sign
+    if words.bitwise_and(0x7F * _BYTES).add_(_BYTES).bitwise_and_(~(0x7F * _BYTES)).any():
+        values.masked_fill_(data.bitwise_and(0x7F).eq(0x7F), torch.nan)
+    return values, scale
 
 
 @pin
