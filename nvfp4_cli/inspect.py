@@ -38,7 +38,7 @@ def inspect(path: Path, every: bool, summary: bool, html: Path | None, progress:
         from nvfp4_tensor.checkpoints import inspection
 
         found = inspection.inspect(path, progress=progress)
-        listed = tuple(each for each in found.tensors if every or each.quantized or each.kind == "FP8")
+        listed = found.tensors if every else found.listed
         if html is not None:
             from nvfp4_cli.report import write_inspection
 
@@ -54,6 +54,7 @@ def as_json(path: Path, found: Inspection, listed: tuple[Weight, ...]) -> Any:
         for weight in listed
     ]
     head = {"path": path, "format": found.format, "architecture": found.architecture, "bytes": size_of(path)}
+    head |= {"coded": found.coded} if found.coded else {}
     return {**head, "total": found.total(), "tensors": tensors}
 
 
@@ -67,6 +68,8 @@ def as_text(path: Path, found: Inspection, listed: tuple[Weight, ...]) -> str:
         f"{total['numbers']:,} numbers; {total['bits_of_quantized']:.2f} bits per quantized weight, "
         f"{total['bits']:.2f} over all",
     ]
+    for kind, count in found.coded.items():
+        lines.append(f"{count} weights are {kind}: `nvfp4 quantize` reads them, and rounds a second time")
     if total["scales"]:
         low, high = total["scales"]
         lines.append(

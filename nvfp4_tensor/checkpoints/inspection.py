@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, read
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, detect, read
 from nvfp4_tensor.checkpoints.parts import LinearParts
+from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
+from nvfp4_tensor.checkpoints.sources.reading import open_source
 from nvfp4_tensor.numerics.layout import E4M3_NAN
 
 CODES = tuple(f"{sign}{value:g}" for sign in ("", "-") for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6))
@@ -27,7 +32,7 @@ class Weight:
     """One tensor of a checkpoint. In a dense one, the fields from ``per_tensor_scale`` on are None, 0 or empty.
 
     Attributes:
-        kind: "W4A4", "W4A16", "FP8", or the dtype of a dense tensor.
+        kind: "W4A4", "W4A16", "FP8", another quantization such as "GPTQ int4", or the dtype of a dense tensor.
         bits: stored bits per element, scales included.
         per_tensor_scale: the smallest and the largest; they differ if each row or expert has its own.
         input_scale: the static scale of the activations.
@@ -62,15 +67,24 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Inspection:
-    """The format of a checkpoint, its architecture if config.json has one, and its tensors."""
+    """The format of a checkpoint, its architecture if config.json has one, and its tensors.
+
+    ``coded`` has the number of weights of each other quantization, which only ``checkpoints.quantize`` reads.
+    """
 
     format: str
     architecture: str | None
     tensors: tuple[Weight, ...]
+    coded: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def quantized(self) -> tuple[Weight, ...]:
         return tuple(weight for weight in self.tensors if weight.quantized)
+
+    @property
+    def listed(self) -> tuple[Weight, ...]:
+        """The tensors that are not dense."""
+        return tuple(weight for weight in self.tensors if weight.quantized or weight.kind in ("FP8", *self.coded))
 
     def total(self) -> dict[str, Any]:
         """Sums over the quantized tensors, and over all."""
@@ -103,14 +117,29 @@ def inspect(path: str | Path, *, progress: bool = True) -> Inspection:
     Raises:
         ValueError: it is not a checkpoint, or is damaged.
     """
-    with read(path) as checkpoint:
+    with _opened(Path(path)) as checkpoint:
         bar = tqdm(checkpoint.entries.items(), desc=f"reading {Path(path).name}", unit="tensor", disable=not progress)
         tensors = tuple(_weight(name, entry, checkpoint) for name, entry in bar)
         architecture = (checkpoint.config.get("architectures") or [checkpoint.config.get("model_type")])[0]
-        return Inspection(checkpoint.format, architecture, tensors)
+        coded = checkpoint.coded_weights.values() if isinstance(checkpoint, CodedFolder) else ()
+        return Inspection(checkpoint.format, architecture, tensors, Counter(each.kind for each in coded))
+
+
+def _opened(path: Path) -> Checkpoint:
+    """Open a checkpoint, or what only ``quantize`` reads."""
+    if detect(path) == "dense":
+        return open_source(path)
+    try:
+        return read(path)
+    except ValueError:
+        with contextlib.suppress(ValueError):  # FP8 of ModelOpt, integers of compressed-tensors or torchao
+            return open_source(path)
+        raise
 
 
 def _weight(name: str, entry: Entry, checkpoint: Checkpoint) -> Weight:
+    if isinstance(checkpoint, CodedFolder) and (coded := checkpoint.coded_weights.get(name)):
+        return Weight(name, entry.shape, coded.kind, 8 * coded.stored(checkpoint.shards) / entry.numbers)
     if not entry.quantized:
         return Weight(name, entry.shape, entry.kind, entry.bits)
     return weight_of(name, checkpoint.linear(name))

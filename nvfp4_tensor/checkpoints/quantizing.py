@@ -1,4 +1,4 @@
-"""Quantize a folder of dense safetensors, or a GGUF file, weight by weight, without building a model."""
+"""Quantize a folder of safetensors, or a GGUF file, weight by weight, without building a model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.architectures import JOINED_AS, TRANSPOSED_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
-from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
-from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT as GGUF
-from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import CHUNK
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
+from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
+from nvfp4_tensor.checkpoints.sources.reading import open_source
 from nvfp4_tensor.checkpoints.wrappers import AsLinears, ExpertsApart, View, WithHead
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS
@@ -51,7 +50,7 @@ def quantize(
     progress: bool = True,
     **options: Any,
 ) -> None:
-    """Quantize a folder of dense safetensors, or a GGUF file. No model is built, and memory stays under 2 GB.
+    """Quantize a folder of safetensors, or a GGUF file. No model is built, and memory stays under 2 GB.
 
     All two-dimensional weights whose columns are a multiple of 16 are quantized, except embeddings and what
     :func:`plan_matrices` leaves dense: output layers, routers, gates, weights of a few rows, and encoders of images and
@@ -61,8 +60,9 @@ def quantize(
     of the group. If a call is interrupted, the same call continues after its last complete shard.
 
     Args:
-        src: a folder with *.safetensors, or one such file, in bfloat16, float16 or float32; or a GGUF file, whose
-            weights of other types are decoded first.
+        src: a folder with *.safetensors, or one such file, in bfloat16, float16 or float32, or in the codes of another
+            quantization (FP8, GPTQ, AWQ, bitsandbytes, compressed-tensors, torchao, MXFP4); or a GGUF file. Codes are
+            decoded first, and thus rounded twice.
         dst: a path that does not exist yet. It appears when it is complete.
         to: the name of the target format in :data:`FORMATS`.
         spec: how to quantize; the default rounds to nearest. ``QuantizeSpec(four_over_six=True)`` and
@@ -89,7 +89,7 @@ def quantize(
     """
     target = format_named(to)
     exclude, include = ((each,) if isinstance(each, str) else each for each in (exclude, include))
-    source: Checkpoint = GGUF.read(Path(src)) if GGUF.detect(Path(src)) else FolderCheckpoint(DENSE, Path(src))
+    source = opened = open_source(Path(src))
     with source:
         if source.config.get("model_type") not in TRANSPOSED_EXPERTS:
             source = ExpertsApart(source)
@@ -103,8 +103,12 @@ def quantize(
             include = (*include, source.head)
         has_scale = functools.partial(target.has_scale, source, options=options)
         checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed, has_scale, target.holds_experts)
-        if progress and (dense := checkpoint.plan.left_dense()):
-            print(dense, file=sys.stderr)
+        said = [checkpoint.plan.left_dense()]
+        if isinstance(opened, CodedFolder):
+            opened.check_values()
+            said.append(opened.report(checkpoint.plan.quantized))
+        if progress and any(said):
+            print("\n".join(filter(None, said)), file=sys.stderr)
         target.write(checkpoint, Path(dst), progress=progress, **options)
 
 

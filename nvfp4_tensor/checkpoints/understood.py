@@ -90,7 +90,7 @@ def check_understood(entries: Mapping[str, Entry], path: Path | None, pre_scales
         found = some([f"{name} ({entries[name].kind})" for name in coded])
         raise ValueError(
             f"{_file(path, entries[coded[0]])}: {found} are weights of another quantization than NVFP4, which is not "
-            f"supported. {_FIX}"
+            f"supported here: checkpoints.quantize reads some, and `nvfp4 inspect` tells which. {_FIX}"
         )
     foreign = [
         name

@@ -1,7 +1,6 @@
 """Damaged folders: reading raises a ValueError that names the file, or returns a tensor, and never anything else."""
 
 import importlib.util
-import json
 import math
 import random
 import shutil
@@ -10,6 +9,7 @@ import warnings
 import pytest
 import torch
 from helpers.checkpoint_folders import edit, edit_json, write_dense
+from helpers.damage import damage
 from helpers.layouts import LAYOUTS, SMALL
 from safetensors.torch import load_file
 
@@ -17,8 +17,6 @@ from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import tensor_of
 
 pytestmark = pytest.mark.slow
-
-OTHER_VALUES = [None, 3, -1, "x", [], {}, [1], {"a": 1}, True, "NVFP4", 1.5, ["Linear"]]
 
 
 @pytest.fixture(scope="session")
@@ -28,37 +26,6 @@ def mxfp4(tmp_path_factory):
     write_dense(folder, {"e.down_proj_blocks": blocks.byte(), "e.down_proj_scales": scales.byte()})
     edit_json(folder / "config.json", lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
     return folder
-
-
-def changed(value, rng):
-    """One node of a JSON value replaced by something else, or left out."""
-    if isinstance(value, dict) and value and rng.random() < 0.8:
-        key = rng.choice(list(value))
-        if rng.random() < 0.15:
-            del value[key]
-        else:
-            value[key] = changed(value[key], rng)
-        return value
-    if isinstance(value, list) and value and rng.random() < 0.8:
-        index = rng.randrange(len(value))
-        value[index] = changed(value[index], rng)
-        return value
-    return rng.choice(OTHER_VALUES)
-
-
-def damage(file, rng):
-    if file.suffix == ".json":
-        file.write_text(json.dumps(changed(json.loads(file.read_text()), rng)))
-        return
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = data[8 : 8 + length]
-    if rng.random() < 0.7:
-        header = json.dumps(changed(json.loads(header), rng)).encode()
-    else:
-        at = rng.randrange(length)
-        header = header[:at] + rng.randbytes(1) + header[at + 1 :]
-    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
 
 
 def read_all(folder, format):

@@ -182,7 +182,7 @@ REFUSED = {
     r"has no option format; .* calls it to": {"format": "modelopt"},
     "src already exists": {"dst": "src"},
     r"config\.json already exists": {"dst": "src/config.json"},
-    "expected a dense model, found one quantized by modelopt": {"src": "dst"},
+    "expected a dense model, found NVFP4 .* checkpoints.convert": {"src": "dst"},
 }
 
 

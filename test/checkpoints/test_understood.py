@@ -123,6 +123,6 @@ def test_what_models_have_is_no_quantization(tmp_path):
 
 def test_a_quantization_that_a_nested_configuration_describes(sources, tmp_path):
     folder, path = copied(sources, tmp_path, "dense")
-    method = {"quantization_config": {"quant_method": "fp8"}}
+    method = {"quantization_config": {"quant_method": "hqq"}}
     edit_json(folder / "config.json", lambda config: config.update(text_config=method))
-    assert_refused(path, tmp_path / "out", "found one quantized by fp8")
+    assert_refused(path, tmp_path / "out", "found one quantized by hqq")

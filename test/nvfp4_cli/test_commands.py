@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+from helpers.coded_folders import in_fp8, write_coded
+from safetensors.torch import load_file
 
 from nvfp4_tensor import checkpoints
 
@@ -79,3 +81,12 @@ def test_convert_takes_the_options_of_every_format(quantized, tmp_path, run):
     assert all(torch.equal(read[key].qdata, own.qdata) for key in ("exact", "a4.safetensors", "a16.safetensors"))
     assert read["exact"].per_tensor_scale == pytest.approx(own.per_tensor_scale.item(), rel=1e-6)
     assert read["rounded"].per_tensor_scale == 1
+
+
+def test_a_model_in_fp8_is_inspected_and_quantized(dense, tmp_path, run):
+    tensors, _ = in_fp8(load_file(dense / "model.safetensors"))
+    src = write_coded(tmp_path / "fp8", tensors, {"quant_method": "fp8"})
+    assert "14 weights are FP8 per tensor: `nvfp4 quantize` reads them" in run("inspect", src, "--quiet")
+    assert run("inspect", src, "--quiet", "--json")["coded"] == {"FP8 per tensor": 14}
+    assert run("quantize", src, tmp_path / "out", "--quiet", "--json")["quantized"] == 14
+    assert "found one quantized by fp8: `nvfp4 quantize` reads" in run("convert", src, tmp_path / "x", status=1)

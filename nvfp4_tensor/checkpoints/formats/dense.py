@@ -27,7 +27,8 @@ class Dense(TableFormat):
                 method = found.get("quant_method") if isinstance(found, dict) else found
                 raise ValueError(
                     f"{folder / 'config.json'}: expected a dense model, found one quantized by {method}: "
-                    "pass the folder itself, not a file in it, and use checkpoints.convert for a quantized model"
+                    "checkpoints.quantize reads some of these, and `nvfp4 inspect` tells which; pass the folder of an "
+                    "NVFP4 model, not a file in it"
                 )
         return {}
 

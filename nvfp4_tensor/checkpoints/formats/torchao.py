@@ -51,7 +51,7 @@ class TorchAO(TableFormat):
         try:
             if path.is_dir() and (path / "config.json").exists():
                 return method_of(read_json(path / "config.json")) == self.name
-            return any(fields.get("_type") == _CLASS for fields in _described(Shards(path).metadata).values())
+            return any(fields.get("_type") == _CLASS for fields in described(Shards(path)).values())
         except (ValueError, OSError):
             return False
 
@@ -61,14 +61,14 @@ class TorchAO(TableFormat):
         return {}
 
     def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
-        described = _described(checkpoint.shards.metadata)
-        others = [f"{name} ({d.get('_type')})" for name, d in described.items() if d["_type"] not in (_CLASS, _DENSE)]
+        tensors = described(checkpoint.shards)
+        others = [f"{name} ({d.get('_type')})" for name, d in tensors.items() if d["_type"] not in (_CLASS, _DENSE)]
         if others:
             raise ValueError(f"{checkpoint.path}: expected tensors of torchao's NVFP4Tensor, found {some(others)}")
-        lost = [n for n, d in described.items() if d["_type"] == _DENSE and n not in checkpoint.shards.info]
+        lost = [n for n, d in tensors.items() if d["_type"] == _DENSE and n not in checkpoint.shards.info]
         if lost:
             raise ValueError(f"{checkpoint.path}: the headers describe {some(lost)}, but no file has them")
-        weights = {name: fields for name, fields in described.items() if fields["_type"] == _CLASS}
+        weights = {name: fields for name, fields in tensors.items() if fields["_type"] == _CLASS}
         return {name: self._scheme(checkpoint, name, fields) for name, fields in weights.items()}
 
     def _scheme(self, checkpoint: FolderCheckpoint, name: str, fields: Mapping[str, Any]) -> Scheme:
@@ -119,13 +119,14 @@ class TorchAO(TableFormat):
 FORMAT = TorchAO()
 
 
-def _described(metadata: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def described(shards: Shards) -> dict[str, dict[str, Any]]:
     """Return the description of each tensor in the headers; {} if they have no torchao metadata."""
+    metadata = shards.metadata
     try:
         names = parse_json(metadata.get("tensor_names", "[]"))
         described = {name: parse_json(metadata[name]) for name in names}
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"torchao's metadata in the headers is invalid: {error}") from None
+        raise ValueError(f"{shards.path}: torchao's metadata in the headers is invalid: {error!r}") from None
     return {name: fields for name, fields in described.items() if isinstance(fields, dict) and "_type" in fields}
 
 

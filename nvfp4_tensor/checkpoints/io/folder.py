@@ -29,8 +29,8 @@ from nvfp4_tensor.tensor.fp8 import FP8Spec, FP8Tensor, decode
 if TYPE_CHECKING:
     from nvfp4_tensor.checkpoints.formats.table import TableFormat
 
-_OWN = ("config.json", "hf_quant_config.json", SIDECAR)
-"""Files that formats write themselves."""
+_OWN = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json", SIDECAR)
+"""Files that formats write themselves, and those in which GPTQ and AWQ describe the quantization of a source."""
 
 
 class FolderCheckpoint(Checkpoint):

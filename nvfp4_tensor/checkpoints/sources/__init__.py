@@ -1,0 +1,1 @@
+"""Checkpoints of other quantizations, read as dense weights by ``checkpoints.quantize``."""

@@ -1,0 +1,174 @@
+"""Folders of other quantizations: quantized to the bits of their decoded weights, or refused before anything."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints.io.test_files import replaced
+from helpers.checkpoint_folders import dense_tensors, same_files, write_dense
+from helpers.coded_folders import in_fp8, write_coded
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from torchao.quantization import Int8Tensor, PerRow
+
+from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints import inspection, quantizing
+from nvfp4_tensor.checkpoints.io.safetensors import ShardFile
+from nvfp4_tensor.checkpoints.sources import coded
+from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
+
+GROUP = 32
+
+
+def packed(codes, dim):
+    """Eight codes of 4 bits in each int32 of GPTQ, along a dimension, the first one in the lowest bits."""
+    codes = codes.int().unflatten(dim, (-1, 8))
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32).view(-1, *[1] * (1 - dim))
+    return (codes << shifts).sum(dim + 1).int()
+
+
+def gptq_of(tensors):
+    """Weights in GPTQ's layout "gptq_v2", and the values of their codes."""
+    coded, decoded = {}, {}
+    for name, weight in tensors.items():
+        if "_proj" not in name:
+            coded[name] = decoded[name] = weight
+            continue
+        columns = weight.float().t().unflatten(0, (-1, GROUP))  # (groups, 32, N)
+        scale = ((columns.amax(1) - columns.amin(1)) / 15).half()
+        zero = (-columns.amin(1) / scale).round().clamp(0, 15)
+        codes = (columns / scale.unsqueeze(1) + zero.unsqueeze(1)).round().clamp(0, 15)
+        values = (codes - zero.unsqueeze(1)) * scale.unsqueeze(1).float()
+        decoded[name] = values.flatten(0, 1).t().bfloat16().contiguous()
+        module = name.removesuffix("weight")
+        coded |= {f"{module}qweight": packed(codes.flatten(0, 1), 0), f"{module}qzeros": packed(zero, 1)}
+        coded |= {f"{module}scales": scale, f"{module}g_idx": torch.arange(len(codes) * GROUP).int() // GROUP}
+    return coded, decoded
+
+
+@pytest.fixture(params=["gptq", "torchao"])
+def pair(request, tmp_path):
+    """A folder of a small Llama in another quantization, and one with the values of its codes."""
+    tensors = dense_tensors()
+    if request.param == "gptq":
+        coded, decoded = gptq_of(tensors)
+        write_coded(tmp_path / "coded", coded)
+        (tmp_path / "coded/quantize_config.json").write_text(json.dumps({"checkpoint_format": "gptq_v2", "bits": 4}))
+    else:
+        weights = {name: Int8Tensor.from_hp(t, PerRow()) if "_proj" in name else t for name, t in tensors.items()}
+        decoded = {name: t.dequantize() if "_proj" in name else t for name, t in weights.items()}
+        coded, metadata = flatten_tensor_state_dict(weights)
+        write_coded(tmp_path / "coded", coded, {"quant_method": "torchao"}, metadata)
+    (tmp_path / "coded/tokenizer.json").write_text("{}")
+    write_dense(tmp_path / "decoded", decoded)
+    return tmp_path
+
+
+def test_the_bits_of_the_decoded_weights(pair, capsys):
+    for name in ("coded", "decoded"):
+        checkpoints.quantize(pair / name, pair / f"{name}-out", progress=name == "coded")
+    said = capsys.readouterr().err
+    assert "two roundings: " in said and " -> NVFP4, 12 weights" in said and "of activations" not in said
+    assert same_files(pair / "coded-out", pair / "decoded-out")  # and no quantize_config.json
+
+
+def test_in_pieces(pair, monkeypatch):
+    checkpoints.quantize(pair / "coded", pair / "whole", progress=False)
+    monkeypatch.setattr(quantizing, "KEPT_BYTES", 0)
+    monkeypatch.setattr(quantizing, "CHUNK", 1)
+    monkeypatch.setattr(coded, "STRIP", 1)
+    checkpoints.quantize(pair / "coded", pair / "pieces", progress=False)
+    assert same_files(pair / "whole", pair / "pieces")
+
+
+def test_inspect_and_convert_say_what_reads_it(pair):
+    found = inspection.inspect(pair / "coded", progress=False)
+    assert sum(found.coded.values()) == len(found.listed) == 12 and not found.quantized
+    assert {each.kind for each in found.listed} <= {"GPTQ int4", "torchao Int8Tensor"}
+    assert all(4 < each.bits < 9 for each in found.listed)
+    with pytest.raises(ValueError, match=r"another quantization than NVFP4|expected tensors of torchao's NVFP4Tensor"):
+        checkpoints.convert(pair / "coded", pair / "out", to="modelopt", progress=False)
+
+
+def test_interrupted_at_any_byte(tmp_path, monkeypatch):
+    """FP8 in three files, whose scales are in another file than their codes; the same call goes on."""
+    coded, _ = in_fp8(dense_tensors(3))
+    write_dense(tmp_path / "src", dict(sorted(coded.items(), key=lambda item: item[0].endswith("_inv"))), files=3)
+    checkpoints.quantize(tmp_path / "src", tmp_path / "whole", progress=False)
+    total = sum(file.stat().st_size for file in (tmp_path / "whole").glob("*.safetensors"))
+    write, rng, stops = ShardFile._write_at, random.Random(0), 0
+    for _ in range(8):
+        left = rng.randrange(total)
+
+        def write_some(self, offset, data):
+            nonlocal left
+            write(self, offset, data[:left])
+            left -= len(data)
+            if left < 0:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardFile, "_write_at", write_some)
+            try:
+                checkpoints.quantize(tmp_path / "src", tmp_path / "out", progress=False)
+            except KeyboardInterrupt:
+                stops += 1
+                assert not (tmp_path / "out").exists()
+        if not (tmp_path / "out").exists():
+            checkpoints.quantize(tmp_path / "src", tmp_path / "out", progress=False)
+        assert same_files(tmp_path / "whole", tmp_path / "out")
+        shutil.rmtree(tmp_path / "out")
+    assert stops > 4
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_source_that_changes_while_it_is_read(pair, monkeypatch, name):
+    read, count = CodedFolder.chunks, []
+
+    def change(self, *arguments):
+        count.append(1)
+        if len(count) == 3:
+            replaced(pair / "coded" / name)
+        return read(self, *arguments)
+
+    monkeypatch.setattr(CodedFolder, "chunks", change)
+    with pytest.raises(ValueError, match=f"{name} changed while it was read"):
+        checkpoints.quantize(pair / "coded", pair / "out", progress=False)
+    assert not (pair / "out").exists()
+
+
+MEMORY = """
+import sys
+from nvfp4_tensor import checkpoints
+from nvfp4_tensor.checkpoints import quantizing
+
+def megabytes(key):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1]) / 1024
+
+before, quantizing.KEPT_BYTES, quantizing.CHUNK = megabytes("VmRSS"), 0, 8 << 20
+checkpoints.quantize(sys.argv[1], sys.argv[2], progress=False)
+print(megabytes("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+@pytest.mark.parametrize("kind", ["fp8", "gptq"])
+def test_peak_memory(tmp_path, kind):
+    """It has the new codes of the largest weight (21 MB) and GPTQ's (19 MB), but never its values (75 MB)."""
+    n = 6144
+    if kind == "fp8":
+        codes = torch.zeros(n, n, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        tensors = {"m.weight": codes, "m.weight_scale_inv": torch.ones(n // 128, n // 128)}
+    else:
+        words = torch.zeros(n // 8, n, dtype=torch.int32)
+        tensors = {"m.qweight": words, "m.qzeros": words[::128, : n // 8], "m.scales": torch.ones(n // 1024, n).half()}
+    write_coded(tmp_path / "src", tensors, {"quant_method": kind})
+    command = [sys.executable, "-c", MEMORY, tmp_path / "src", tmp_path / "out"]
+    at_once = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}  # glibc returns memory that is freed
+    peak = float(subprocess.run(command, env=at_once, capture_output=True, text=True, check=True).stdout)
+    assert peak < (75 if kind == "fp8" else 94), peak
