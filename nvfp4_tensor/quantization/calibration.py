@@ -21,7 +21,7 @@ from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear
-from nvfp4_tensor.quantization.conversion import Conversion, Groups
+from nvfp4_tensor.quantization.conversion import Conversion
 from nvfp4_tensor.quantization.experts import names_of_experts
 from nvfp4_tensor.quantization.observed_experts import finish, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import ObservedLinear
@@ -87,7 +87,7 @@ def calibrate(
     experts = names_of_experts(model) if config.experts else set()
     if not linears and not experts:
         raise ValueError(f"nothing to quantize in {type(model).__name__}: experts=True in the config selects experts")
-    quantize_by_inputs(model, batches, config, linears, experts, chosen.groups, progress=progress)
+    quantize_by_inputs(model, batches, config, linears, experts, progress=progress)
     return model
 
 
@@ -97,14 +97,10 @@ def quantize_by_inputs(
     config: NVFP4WeightOnlyConfig,
     linears: Sequence[nn.Module],
     experts: Collection[str],
-    groups: Groups,
     *,
     progress: bool,
 ) -> None:
-    """Do what :func:`calibrate` does with these linears and experts' weights, by name.
-
-    groups: the linears with which a linear shares its per-tensor scale, including itself.
-    """
+    """Do what :func:`calibrate` does with these linears and experts' weights, by name."""
     convert = dataclasses.replace(config, step="convert")
     prepare = dataclasses.replace(config, step="prepare", **_CONVERT_ONLY if isinstance(config, NVFP4Config) else {})
     with restored(model, only_on_error=True):  # also on an interrupt: a partly prepared model is useless
@@ -115,7 +111,7 @@ def quantize_by_inputs(
         with torch.no_grad():
             for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
                 call_model(model, batch)
-        conversion = Conversion(model, linears, convert, groups=groups, experts=experts)
+        conversion = Conversion(model, linears, convert, experts=experts)
         _warn_of_nonfinite(conversion)
     try:  # not within restored(), which keeps the dense weights
         conversion.start(model)

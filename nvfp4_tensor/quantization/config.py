@@ -32,8 +32,9 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
     """NVFP4 weights and unquantized activations (W4A16), for nn.Linear of any size.
 
     torchao's ``quantize_`` passes one module at a time. Where it has one config for all, every selected module is
-    checked before the first one changes; of configs by name (FqnToConfig), each is checked when it is its turn, so that
-    an error leaves the modules before it quantized. ``quantize_model`` sees the whole model.
+    checked before the first one changes, and linears that servers join (q, k and v; gate and up) share a per-tensor
+    scale, as with ``quantize_model``. Of configs by name (FqnToConfig), each is checked when it is its turn, so that an
+    error leaves the modules before it quantized, and has its own scale, as in a call with one linear.
 
     Args:
         round_mode, block_rows, scale_rounding, four_over_six, scale_search, scale_ceiling, random_bits: as in

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from nvfp4_tensor.quantization.callers import warn_of_merge
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.experts import names_of_experts, stop_training
-from nvfp4_tensor.quantization.linear import quantizable, set_weight, shared_parameters
+from nvfp4_tensor.quantization.linear import joined_linears, quantizable, set_weight, shared_parameters
 from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, check_observable, check_observed
 from nvfp4_tensor.quantization.quantize_call import once_per_call
 from nvfp4_tensor.quantization.shards import refuse_shards
@@ -28,8 +28,6 @@ from nvfp4_tensor.quantization.trained import dense_linear, trained_in_nvfp4, wa
 from nvfp4_tensor.quantization.weights import WeightRef, dense_experts
 from nvfp4_tensor.tensor.arguments import stored_spec
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-
-Groups = Mapping[nn.Module, Sequence[nn.Module]]
 
 
 @register_quantize_module_handler(NVFP4WeightOnlyConfig)
@@ -52,7 +50,6 @@ class Conversion:
         model: the model.
         chosen: the modules of the call. With ``step="convert"``, those that were not prepared are left as they are.
         config: the config of the call.
-        groups: the linears with which a linear shares its per-tensor scale, including itself.
         experts: names of the experts' weights.
         is_all: whether these are all modules of the call.
     """
@@ -63,14 +60,14 @@ class Conversion:
         chosen: Collection[nn.Module],
         config: NVFP4WeightOnlyConfig,
         *,
-        groups: Groups | None = None,
         experts: Collection[str] = (),
         is_all: bool = True,
     ) -> None:
         config._check_calibrated()
-        self.config, self.groups = config, groups or {}
+        self.config = config
         self.prepares, self.converts = (config.step == step for step in (Step.PREPARE, Step.CONVERT))
         self.linears = {each: None for each in chosen if not self.converts or isinstance(each, ObservedLinear)}
+        self.joined = joined_linears(model, self.linears)
         self.experts = [each for each in dense_experts(model) if each.name in experts]
         self.done: set[nn.Module] = set()
         self.amax: dict[nn.Module, Tensor] = {}
@@ -249,7 +246,7 @@ class Conversion:
 
     def _shared_amax(self, module: nn.Module) -> Tensor | None:
         """Return the largest amax of the weights that share a per-tensor scale with a module's; None if none does."""
-        group, spec = self.groups.get(module), self.config.weight
+        group, spec = self.joined.get(module), self.config.weight
         if group is None or spec.row_scaled or any(trained_in_nvfp4(each) for each in group):
             return None
         if module not in self.amax:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from nvfp4_tensor.dispatch.second_quantizer import is_foreign
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.quantization import callers
 from nvfp4_tensor.quantization.conv1d import is_linear
+from nvfp4_tensor.quantization.names import groups_of
 from nvfp4_tensor.quantization.observer import ObservedLinear
 from nvfp4_tensor.quantization.trained import dense_linear
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
@@ -119,6 +121,16 @@ def quantizable(module: nn.Module) -> nn.Linear:
             "float16 or float32 can be quantized, so cast the model first"
         )
     return module
+
+
+def joined_linears(model: nn.Module, chosen: Collection[nn.Module]) -> dict[nn.Module, tuple[nn.Module, ...]]:
+    """Return the chosen linears with which each shares a per-tensor scale, including itself, because servers join them.
+
+    Linears that share with no other are left out.
+    """
+    linears = {f"{path}.weight": module for path, module in model.named_modules() if is_linear(module)}
+    groups = groups_of([name for name, module in linears.items() if module in chosen], linears)
+    return {linears[name]: tuple(map(linears.__getitem__, group)) for name, group in groups.items() if group[1:]}
 
 
 def shared_parameters(model: nn.Module) -> dict[int, list[tuple[str, nn.Module, str]]]:

@@ -16,7 +16,7 @@ import torch
 
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
 from nvfp4_tensor.quantization.model_families import LEFT_DENSE, NOT_LINEAR
-from nvfp4_tensor.quantization.names import group_of, is_matched, joined_with, some
+from nvfp4_tensor.quantization.names import groups_of, is_matched, some
 
 FEW_ROWS = BLOCK
 """Weights with fewer rows stay dense: they are routers, gates and scores, and hold a negligible share of a model."""
@@ -156,7 +156,7 @@ def plan_matrices(
     """
     linears = {each.name: each for each in matrices if each.kind is Kind.LINEAR}
     _check_patterns((*exclude, *include), matrices, where)
-    groups = {name: joined_with(name, linears) for name in linears}
+    groups = groups_of(linears, linears)
     routers = _routers(matrices)
 
     def rule(each: Matrix) -> str:
@@ -206,9 +206,9 @@ def plan_matrices(
         planned[each.name] = PlannedMatrix(
             each.name, tuple(each.shape), not reason, reason or each.kind.value, (each.name,), each.tied
         )
-    quantized = {name for name, each in planned.items() if each.is_quantized}
-    for name in quantized & groups.keys():
-        planned[name] = dataclasses.replace(planned[name], group=group_of(name, quantized, linears))
+    quantized = [name for name in linears if planned[name].is_quantized]
+    for name, group in groups_of(quantized, linears).items():
+        planned[name] = dataclasses.replace(planned[name], group=group)
     return ModelPlan(planned)
 
 

@@ -58,9 +58,19 @@ def joined_with(name: str, names: Container[str]) -> tuple[str, ...]:
     return tuple(each for each in group if each in names and _row_of(each, names) == found)
 
 
-def group_of(name: str, chosen: Container[str], linears: Container[str]) -> tuple[str, ...]:
-    """Return the weights among ``chosen`` that share a per-tensor scale with this one in a model with ``linears``."""
-    return joined_with(name, {each for each in joined_with(name, linears) if each in chosen})
+def groups_of(chosen: Iterable[str], linears: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return, by name, the weights among ``chosen`` that share a per-tensor scale in a model with ``linears``.
+
+    The layer that an adapter wraps (``q_proj.base_layer``) is joined under the adapter's name.
+    """
+    names = {_without_adapter(name): name for name in linears}
+    own = {_without_adapter(name) for name in chosen}
+    groups = ((name, joined_with(name, {each for each in joined_with(name, names) if each in own})) for name in own)
+    return {names[name]: tuple(names[each] for each in group) for name, group in groups}
+
+
+def _without_adapter(name: str) -> str:
+    return name.replace(".base_layer.", ".")
 
 
 def _row_of(name: str, names: Container[str]) -> tuple[str, tuple[str, ...]] | None:

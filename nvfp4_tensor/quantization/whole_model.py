@@ -70,7 +70,7 @@ def quantize_model(
     plan = plan_model(model, filter_fn, exclude=exclude, include=include, matrices=matrices)
     chosen = PlannedFilter(model, plan)
     if isinstance(config, NVFP4WeightOnlyConfig):
-        Conversion(model, chosen.linears, config, groups=chosen.groups, experts=chosen.experts).run(model)
+        Conversion(model, chosen.linears, config, experts=chosen.experts).run(model)
     else:
         with restored(model, only_on_error=True):  # other handlers check a linear when it is its turn
             quantize_(model, config, filter_fn=chosen)
@@ -183,7 +183,6 @@ class PlannedFilter:
     Attributes:
         linears: the modules of linears, in the order of the model.
         experts: the names of experts' weights.
-        groups: the linears with which each linear shares a per-tensor scale, including itself.
     """
 
     def __init__(self, model: nn.Module, plan: ModelPlan) -> None:
@@ -197,9 +196,6 @@ class PlannedFilter:
         chosen = {module_of(name) for each in linears for name in (each.name, *each.tied)}
         self.linears = [module for module in model.modules() if module in chosen]
         self.experts = {each.name for each in quantized} - {each.name for each in linears}
-        self.groups: Mapping[nn.Module, tuple[nn.Module, ...]] = {
-            module_of(each.name): tuple(map(module_of, each.group)) for each in linears if len(each.group) > 1
-        }
         self._modules = chosen | {module_of(name) for name in self.experts}
 
     def __call__(self, module: nn.Module, name: str) -> bool:

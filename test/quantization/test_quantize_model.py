@@ -119,6 +119,21 @@ def test_fused_linears_share_the_largest_scale(config):
     assert report["out.weight"].reason == "output layer" and type(model.out.weight.data) is torch.Tensor
 
 
+@pytest.mark.parametrize("call", [quantize_model, quantize_])
+def test_one_call_shares_scales_and_calls_for_each_linear_do_not(call):
+    adapted = attention()
+    alone = copy.deepcopy(adapted)
+    adapted["q_proj"] = nn.ModuleDict({"base_layer": adapted["q_proj"]})  # as peft wraps it
+    call(adapted, NVFP4WeightOnlyConfig())
+    for linear in alone.values():
+        call(nn.Sequential(linear), NVFP4WeightOnlyConfig())
+    scales = [
+        [float(each.per_tensor_scale) for each in model.parameters() if each.dim() > 1] for model in (adapted, alone)
+    ]
+    q, k, v, o = scales[0]
+    assert q == k == v != o and v in scales[1] and len(set(scales[1])) == 4
+
+
 def test_rows_have_their_own_scales():
     model, twin = (copy.deepcopy(m) for m in [nn.ModuleDict({"attn": attention()})] * 2)
     config = NVFP4WeightOnlyConfig(weight_spec=QuantizeSpec(row_scaled=True))

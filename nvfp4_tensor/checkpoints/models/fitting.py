@@ -128,17 +128,11 @@ def fit_by_gptq(
 def fit_by_scale_search(
     model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, chosen: Chosen, *, progress: bool = True
 ) -> None:
-    """Quantize linears and experts in place by a scale search that weights the error of each column by its inputs.
-
-    Linears that servers join get one per-tensor scale.
-    """
+    """Quantize linears and experts in place by a scale search that weights the error of each column by its inputs."""
     spec = spec.replace(scale_search=ScaleSearch.MSE)
     config = NVFP4WeightOnlyConfig(weight_spec=spec, weighted=True, experts=True)
-    linears = chosen.linears
-    groups = {each: [linears[other] for other in joined_with(name, linears)] for name, each in linears.items()}
-    quantize_by_inputs(
-        model, _inputs(batches), config, list(linears.values()), chosen.experts, groups, progress=progress
-    )
+    linears = list(chosen.linears.values())
+    quantize_by_inputs(model, _inputs(batches), config, linears, chosen.experts, progress=progress)
 
 
 def check_scales_fit(source: Checkpoint, to: str, options: Mapping[str, Any]) -> None:

@@ -183,7 +183,7 @@ class ModelCheckpoint(Checkpoint):
             )
         warnings.warn(
             f"requantizing {len(groups)} groups of linears that servers join, because each group needs one per-tensor "
-            f"scale: {names}. checkpoints.quantize avoids this: it gives each group one scale",
+            f"scale: {names}. One call of quantize_model or quantize_ for the whole model gives each group one scale",
             stacklevel=4,
         )
         for group in groups:

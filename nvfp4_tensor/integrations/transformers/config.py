@@ -36,8 +36,8 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
             encoders of other modalities. Linears whose inputs are not a multiple of 16 always stay dense, because no
             server reads them.
         share_scales: quantize weights that servers fuse (q, k and v; gate and up) with one amax, so that the model can
-            be saved without a change. With False, each weight has its own amax, as with ``quantize_``, and saving
-            requantizes these weights, with a warning.
+            be saved without a change. With False, each weight has its own amax, as with ``quantize_`` of one
+            linear, and saving requantizes these weights, with a warning.
         quantize_lm_head: also quantize the output layer, to 4.5 bits per weight. If it shares the embedding's weight,
             it gets its own copy in NVFP4, the embedding is not changed, and ``tie_word_embeddings`` of the model's
             config becomes False. vLLM does not load a quantized output layer; llama.cpp and this library do.

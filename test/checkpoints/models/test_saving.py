@@ -30,6 +30,14 @@ def block():
     return Block().bfloat16()
 
 
+@pytest.fixture
+def unshared(block):
+    """A block whose linears were quantized one by one: each has its own per-tensor scale."""
+    for linear in block.children():
+        quantize_(linear, NVFP4WeightOnlyConfig())
+    return block
+
+
 @pytest.mark.parametrize(("format", "w4a4"), [("compressed-tensors", True), ("torchao", False), ("torchao", True)])
 def test_round_trip(tmp_path, block, format, w4a4):
     quantize_(block, NVFP4WeightOnlyConfig(four_over_six=True)) if not w4a4 else calibrate(
@@ -82,11 +90,10 @@ def scales_of(folder):
         return [read.per_tensor_scale(f"{name}_proj.weight") for name in "qkvo"]
 
 
-def test_joined_linears_are_requantized_with_a_warning(tmp_path, block):
-    quantize_(block, NVFP4WeightOnlyConfig())
-    before = {name: parameter.detach() for name, parameter in block.named_parameters()}
+def test_joined_linears_are_requantized_with_a_warning(tmp_path, unshared):
+    before = {name: parameter.detach() for name, parameter in unshared.named_parameters()}
     with pytest.warns(UserWarning, match=r"requantizing 1 groups.*q_proj\.weight and k_proj\.weight and v_proj"):
-        checkpoints.save(block, tmp_path / "a", progress=False)
+        checkpoints.save(unshared, tmp_path / "a", progress=False)
     q, k, v, o = scales_of(tmp_path / "a")
     assert q == k == v == before["v_proj.weight"].per_tensor_scale and o == before["o_proj.weight"].per_tensor_scale
     with checkpoints.read(tmp_path / "a") as read:
@@ -96,23 +103,23 @@ def test_joined_linears_are_requantized_with_a_warning(tmp_path, block):
             got = tensor_of(read.linear(name), torch.float32).dequantize()
             expected = quantize(dense, amax=v * 2688).dequantize()
             assert torch.allclose(got, expected, rtol=1e-6) and (got - dense).norm() / dense.norm() < 0.1
-    assert torch.equal(block.q_proj.weight.dequantize(), before["q_proj.weight"].dequantize())  # the model is as it was
+    assert torch.equal(unshared.q_proj.weight.dequantize(), before["q_proj.weight"].dequantize())  # as it was
 
 
-def test_keep_and_refuse(tmp_path, block):
-    quantize_(block, NVFP4WeightOnlyConfig())
+def test_keep_and_refuse(tmp_path, unshared):
     with pytest.raises(ValueError, match=r"1 groups of linears that servers join have different per-tensor scales"):
-        checkpoints.save(block, tmp_path / "a", mismatched_scales="refuse", progress=False)
+        checkpoints.save(unshared, tmp_path / "a", mismatched_scales="refuse", progress=False)
     with pytest.raises(ValueError, match="mismatched_scales: expected 'requantize', 'keep' or 'refuse', found 'no'"):
-        checkpoints.save(block, tmp_path / "a", mismatched_scales="no", progress=False)
+        checkpoints.save(unshared, tmp_path / "a", mismatched_scales="no", progress=False)
     assert not list(tmp_path.iterdir())
-    checkpoints.save(block, tmp_path / "a", mismatched_scales="keep", progress=False)
-    assert scales_of(tmp_path / "a") == [getattr(block, f"{name}_proj").weight.per_tensor_scale for name in "qkvo"]
+    checkpoints.save(unshared, tmp_path / "a", mismatched_scales="keep", progress=False)
+    assert scales_of(tmp_path / "a") == [getattr(unshared, f"{name}_proj").weight.per_tensor_scale for name in "qkvo"]
 
 
 def test_a_weight_of_zeros_does_not_set_the_scale(tmp_path, block):
     block.k_proj.weight.data.zero_()
-    quantize_(block, NVFP4WeightOnlyConfig())
+    for linear in block.children():
+        quantize_(linear, NVFP4WeightOnlyConfig())
     assert block.k_proj.weight.per_tensor_scale == 1.0
     with pytest.warns(UserWarning, match="requantizing"):
         checkpoints.save(block, tmp_path / "a", progress=False)

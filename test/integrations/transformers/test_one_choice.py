@@ -1,12 +1,16 @@
 """Files, models that are being loaded, and models in memory are quantized alike: the same matrices, the same bits."""
 
+import re
+
 import pytest
 import torch
 import transformers
 from helpers import hub_models
+from helpers.checkpoint_folders import content
+from torchao.quantization import quantize_
 
 import nvfp4_tensor.integrations.transformers as nvfp4
-from nvfp4_tensor import NVFP4Config, calibrate, checkpoints, quantize_model
+from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, checkpoints, quantize_model
 from nvfp4_tensor.quantization import gptq
 
 SIZES = {**hub_models.SIZES, "intermediate_size": 96}
@@ -46,16 +50,23 @@ DENSE = {
 """The ends of names of matrices that must stay dense, beside output layers."""
 
 
-def entries(folder):
-    """The codes, block scales and per-tensor scale of each NVFP4 weight, and the names of the others."""
-    with checkpoints.read(folder) as checkpoint:
-        quantized = {name: checkpoint.linear(name) for name, each in checkpoint.entries.items() if each.quantized}
-        return quantized, {name for name in checkpoint.entries if name not in quantized}
+ROUNDING = [
+    {}, {"four_over_six": True}, {"scale_search": "mse", "scale_ceiling": 448}, {"scale_rounding": "up"},
+    {"round_mode": "zero", "block_rows": 16},
+]  # fmt: skip
+CASES = [(name, ROUNDING[i % len(ROUNDING)]) for i, name in enumerate(MODELS)]
+
+
+def written(folder):
+    """The tensors of a folder. checkpoints.save writes NemotronH's under the names in the model."""
+    return {
+        re.sub("^model(?=.*[.](mixer|norm|embeddings))", "backbone", name): t for name, t in content(folder).items()
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", MODELS)
-def test_files_loading_and_memory(name, tmp_path):
+@pytest.mark.parametrize(("name", "rounding"), CASES)
+def test_every_route_writes_the_same_bytes(name, rounding, tmp_path):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**MODELS[name])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -63,26 +74,28 @@ def test_files_loading_and_memory(name, tmp_path):
         for parameter in model.parameters():  # different amaxes, so that a shared per-tensor scale shows
             parameter.mul_(1 + 15 * torch.rand(()))
     model.save_pretrained(tmp_path / "dense")
-    load = transformers.AutoModelForCausalLM.from_pretrained
+    config = NVFP4WeightOnlyConfig(experts=True, **rounding)
 
-    checkpoints.quantize(tmp_path / "dense", tmp_path / "files", progress=False)
-    hub_models.from_pretrained(tmp_path / "dense", None).save_pretrained(tmp_path / "loading")
-    in_memory = load(tmp_path / "dense", dtype=torch.bfloat16)
-    report = quantize_model(in_memory)
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "files", spec=config.weight, progress=False)
+    hub_models.from_pretrained(tmp_path / "dense", config).save_pretrained(tmp_path / "loading")
+    in_memory, of_torchao = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense") for _ in range(2))
+    report = quantize_model(in_memory, config)
     nvfp4.attach_quantizer(in_memory).save_pretrained(tmp_path / "memory")
+    checkpoints.save(in_memory, tmp_path / "saved", mismatched_scales="refuse", progress=False)
+    quantize_(of_torchao, config, filter_fn=lambda module, path: f"{path}.weight" in report.quantized)
+    checkpoints.save(of_torchao, tmp_path / "of_torchao", mismatched_scales="refuse", progress=False)
 
-    quantized, dense = entries(tmp_path / "files")
+    with checkpoints.read(tmp_path / "files") as checkpoint:
+        quantized = {each for each, entry in checkpoint.entries.items() if entry.quantized}
+        dense = checkpoint.entries.keys() - quantized
     assert quantized and all(any(each.endswith(f"{end}.weight") for each in dense) for end in DENSE.get(name, ()))
     assert not any(f"{end}.weight" in each for each in quantized for end in DENSE.get(name, ()))
     assert not any("lm_head" in each or "embed" in each or "norm" in each for each in quantized)
-    for way in ("loading", "memory"):
-        others, left = entries(tmp_path / way)
-        assert others.keys() == quantized.keys() and left == dense, way
-        for each, parts in quantized.items():
-            other = others[each]
-            assert torch.equal(parts.qdata, other.qdata), (way, each)
-            assert torch.equal(parts.scale.view(torch.uint8), other.scale.view(torch.uint8)), (way, each)
-            assert torch.equal(parts.per_tensor_scale, other.per_tensor_scale), (way, each)
+    expected = written(tmp_path / "files")
+    for route in ("loading", "memory", "saved", "of_torchao"):
+        found = written(tmp_path / route)
+        assert found.keys() == expected.keys(), route
+        assert not [each for each in expected if found[each] != expected[each]], route
     for group in {report[each].group for each in report.quantized if len(report[each].group) > 1}:
         assert len({in_memory.get_parameter(each).per_tensor_scale.item() for each in group}) == 1, group
     heads = [each for each in report.values() if "lm_head.weight" in (each.name, *each.tied)]

@@ -115,15 +115,21 @@ def test_scales_of_each_call_are_refused_or_left_out(llama, tmp_path):
 
 
 def test_a_model_that_quantize_made(llama, tmp_path, ids):
-    """q, k and v have different scales, which servers do not support: saving warns and requantizes them."""
+    """Layer by layer: q, k and v share a scale, and saving changes nothing. Scales of each are requantized."""
     model, _ = llama()
     quantize_(model.model, NVFP4WeightOnlyConfig())
     with pytest.raises(ValueError, match="attach_quantizer"):
         nvfp4.save(model, tmp_path / "a")
+    nvfp4.attach_quantizer(model).save_pretrained(tmp_path / "a")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    model, _ = llama()
+    for module in filter(lambda each: type(each) is torch.nn.Linear, model.model.modules()):
+        quantize_(module, NVFP4WeightOnlyConfig())
     nvfp4.attach_quantizer(model)
     with pytest.warns(UserWarning, match="requantizing 4 groups"):
-        model.save_pretrained(tmp_path / "a")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+        model.save_pretrained(tmp_path / "b")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
     exact, got = model(ids).logits.float(), again(ids).logits.float()
     assert 0 < (got - exact).norm() < 0.15 * exact.norm()
     with pytest.raises(ValueError, match="no NVFP4 weights"):

@@ -26,8 +26,7 @@ from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, moved_to_in
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, record
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
-from nvfp4_tensor.quantization.linear import quantizable, shared_parameters
-from nvfp4_tensor.quantization.names import group_of
+from nvfp4_tensor.quantization.linear import joined_linears, quantizable, shared_parameters
 from nvfp4_tensor.quantization.observed_experts import ROUTED, routed_tokens, summary_of
 from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.shards import refuse_shards
@@ -184,10 +183,8 @@ def _chain(
 
 def _joined(model: nn.Module, targets: Sequence[WeightRef]) -> dict[WeightRef, list[WeightRef]]:
     """Return the weights with which each linear that servers join shares a per-tensor scale, including itself."""
-    own = {target.name: target for target in targets if target.experts == 1}
-    linears = {f"{path}.weight".lstrip(".") for path, module in model.named_modules() if is_linear(module)}
-    groups = {target: [own[each] for each in group_of(name, own, linears)] for name, target in own.items()}
-    return {target: group for target, group in groups.items() if len(group) > 1}
+    own = {target.module: target for target in targets if target.experts == 1}
+    return {own[linear]: [own[each] for each in group] for linear, group in joined_linears(model, own).items()}
 
 
 # --- the weights of a model ---
