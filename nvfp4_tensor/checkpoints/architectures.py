@@ -9,26 +9,13 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
+from nvfp4_tensor.quantization.model_families import MIXTRAL_EXPERTS
+
 CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", "k_proj.k_bias", "v_proj.v_bias")
 """Suffixes of the scales, and offsets, of a quantized key-value cache."""
 
 ROUTER_SCALE = ".mlp.gate.global_scale"
 """The suffix of a parameter of Inkling's routers, which is not the scale of a quantization."""
-
-JOINED_AS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "up_proj": ("up_proj",),
-    "down_proj": ("down_proj",),
-}
-"""Joined parameters of models in memory, and the modules of a checkpoint that each is joined from. The last two apply
-only to experts."""
-
-MIXTRAL_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""The names of an expert's weights in checkpoints of :data:`MIXTRAL_TYPES`."""
-
-MIXTRAL_TYPES = ("mixtral", "minimax", "minimax_m2")
-"""Values of model_type whose checkpoints call ``mlp`` ``block_sparse_moe`` and use :data:`MIXTRAL_EXPERTS`."""
 
 TRANSPOSED_EXPERTS = ("llama4", "llama4_text", "gpt_oss")
 """Values of model_type whose experts are one tensor (E, K, N) per layer. ModelOpt writes their codes as (E, K / 2, N),

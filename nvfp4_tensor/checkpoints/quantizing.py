@@ -8,7 +8,6 @@ import math
 import re
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.architectures import JOINED_AS, TRANSPOSED_EXPERTS
+from nvfp4_tensor.checkpoints.architectures import TRANSPOSED_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
 from nvfp4_tensor.checkpoints.io.safetensors import CHUNK
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
@@ -25,8 +24,9 @@ from nvfp4_tensor.checkpoints.sources.reading import open_source
 from nvfp4_tensor.checkpoints.wrappers import AsLinears, ExpertsApart, View, WithHead
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS
+from nvfp4_tensor.numerics.random_state import rng_state_of_weight
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.quantization.model_families import LM_HEAD
+from nvfp4_tensor.quantization.model_families import JOINED_AS, LM_HEAD
 from nvfp4_tensor.quantization.model_plan import Kind, Matrix, ModelPlan, plan_matrices
 from nvfp4_tensor.quantization.names import is_matched, is_stored_transposed, joined_with, some
 from nvfp4_tensor.tensor.arguments import stored_spec
@@ -195,9 +195,7 @@ class Quantized(View):
         )
 
     def _rng_state(self, name: str) -> Tensor | None:
-        return (
-            torch.tensor([self.seed, zlib.crc32(name.encode())], dtype=torch.int64) if self.spec.is_stochastic else None
-        )
+        return rng_state_of_weight(self.seed, name, torch.device("cpu")) if self.spec.is_stochastic else None
 
     def _chunks(self, name: str) -> Iterable[Tensor]:
         """Read a dense weight as a whole if it is kept, one expert at a time, or some full tiles of rows at a time.

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES, JOINED_AS, ROUTER_SCALE
+from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES, ROUTER_SCALE
 from nvfp4_tensor.checkpoints.checkpoint import Entry
 from nvfp4_tensor.quantization.linear import PRE_SCALE
+from nvfp4_tensor.quantization.model_families import JOINED_AS
 from nvfp4_tensor.quantization.names import some
 
 _CODES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32)

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.architectures import EXPERT_STACKS, INTERLEAVED, JOINED_AS
+from nvfp4_tensor.checkpoints.architectures import EXPERT_STACKS, INTERLEAVED
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, chunks_of
 from nvfp4_tensor.checkpoints.parts import LinearParts
-from nvfp4_tensor.quantization.model_families import EMBEDDINGS, LM_HEAD
+from nvfp4_tensor.quantization.model_families import EMBEDDINGS, JOINED_AS, LM_HEAD
 from nvfp4_tensor.quantization.names import is_matched, is_stored_transposed
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
 

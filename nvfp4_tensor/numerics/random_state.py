@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from typing import Literal, TypeAlias
 
 import torch
@@ -27,6 +28,11 @@ def rng_state_row(domain: Domain, seed: int, name: str, count: int) -> tuple[int
     """Return what :func:`rng_state_of` puts into its tensor."""
     mixed = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8, person=domain.encode()).digest()
     return int.from_bytes(mixed, "little", signed=True), count
+
+
+def rng_state_of_weight(seed: int, name: str, device: torch.device) -> Tensor:
+    """Return int64 (seed, offset) with which a weight is quantized, whichever way: it depends on its name in files."""
+    return torch.tensor([seed, zlib.crc32(name.encode())], dtype=torch.int64, device=device)
 
 
 def rng_state_of_call(rng_state: Tensor, call: int) -> Tensor:

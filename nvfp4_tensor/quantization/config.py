@@ -39,6 +39,9 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
     Args:
         round_mode, block_rows, scale_rounding, four_over_six, scale_search, scale_ceiling, random_bits: as in
             :class:`QuantizeSpec`, for the weight.
+        seed: of stochastic rounding of weights. Their random bits then depend on it and on each weight's name, and are
+            those of ``checkpoints.quantize(seed=...)`` if files have the same names. By default, torch's generator
+            draws them.
         weight_spec: a complete spec that replaces these arguments. It must not have a Hadamard transform, which cancels
             only if the activation has the same one.
         weighted: weigh the squared errors of the scale search by the mean square of each column's input. This requires
@@ -69,6 +72,7 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
     experts: bool | None = None
     step: QuantizationStep | str | None = None
     activations: Activations | str | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         self.activations = None if self.activations is None else Activations.of(self.activations)
@@ -79,6 +83,8 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
             raise ValueError("NVFP4Config quantizes activations to NVFP4: use NVFP4WeightOnlyConfig(activations='fp8')")
         stored_spec(self.weight)
         self._check_transforms()
+        if self.seed is not None and not self.weight.is_stochastic:
+            raise ValueError("seed would have no effect: only round_mode='stochastic' of the weight draws random bits")
         if self.weighted and self.weight.scale_search is None:
             raise ValueError("weighted only affects a scale search: also give scale_search='mse' for the weight")
         if self.step is not None:
@@ -146,7 +152,7 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
         block_rows: for the weight; an activation always has 1x16 blocks.
         activation_round_mode, row_scaled: for the activation only.
         weight_spec, activation_spec: complete specs that replace the arguments above.
-        weighted, experts: as in :class:`NVFP4WeightOnlyConfig`.
+        weighted, experts, seed: as in :class:`NVFP4WeightOnlyConfig`.
         step: None, "prepare" or "convert": torchao's two-step calibration of static activation scales. "prepare"
             observes the inputs of each linear; "convert" quantizes with the observed amax and ignores linears that were
             not prepared. See also :func:`calibrate`. Without a calibration, each call computes its own amax.

@@ -67,6 +67,7 @@ class Conversion:
         self.config = config
         self.prepares, self.converts = (config.step == step for step in (Step.PREPARE, Step.CONVERT))
         self.linears = {each: None for each in chosen if not self.converts or isinstance(each, ObservedLinear)}
+        self.names = {module: name for name, module in model.named_modules() if module in self.linears}
         self.joined = joined_linears(model, self.linears)
         self.experts = [each for each in dense_experts(model) if each.name in experts]
         self.done: set[nn.Module] = set()
@@ -168,8 +169,7 @@ class Conversion:
                 f"{missing[0]} was not prepared, and nothing was converted: give experts=True in the prepare step too, "
                 "or experts=False in this one"
             )
-        names = {module: name for name, module in model.named_modules()}
-        self.observed: dict[str, InputStatistics] = {names[each] or str(each): each for each in self.linears}  # type: ignore[misc]
+        self.observed: dict[str, InputStatistics] = {self.names[each] or str(each): each for each in self.linears}  # type: ignore[misc]
         self.observed |= {each.name: of_experts[each.name] for each in self.experts}
         check_observed(self.observed, self.config.weighted)
 
@@ -241,7 +241,8 @@ class Conversion:
         else:
             dense = as_linear(module).weight
             shared = self._shared_amax(module)
-            quantized = WeightRef("", module, "weight", dense).quantized(config, amax=shared, squares=squares)
+            weight = WeightRef(f"{self.names[module]}.weight".lstrip("."), module, "weight", dense)
+            quantized = weight.quantized(config, amax=shared, squares=squares)
         return quantized if amax is None else quantized._replace(activation_amax=amax)
 
     def _shared_amax(self, module: nn.Module) -> Tensor | None:

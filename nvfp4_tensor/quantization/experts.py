@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor.dispatch.second_quantizer import TRAINED_EXPERTS
+from nvfp4_tensor.quantization.model_families import JOINED_AS, MIXTRAL_EXPERTS, MIXTRAL_TYPES
 
 _NAMES = ("gate_up_proj", "up_proj", "gate_proj", "down_proj")
 """The names of experts' weights in transformers."""
@@ -46,6 +47,35 @@ def names_of_experts(model: nn.Module) -> set[str]:
 def matrix_of(module: object, weight: Tensor, expert: int) -> Tensor:
     """Return the weight (N, K) of one expert."""
     return weight[expert].mT if is_transposed(module) else weight[expert]
+
+
+# --- the names of experts in files -----------------------------------------------------------------------------------
+
+
+def names_in_files(module: Any, name: str, count: int) -> tuple[tuple[str, ...], ...]:
+    """Return the names in files of the parts (gate and up) of each expert of a transformers module; () if files have
+    its parameter ``name`` as one tensor."""
+    is_joined = is_experts(module) and not is_transposed(module) and name.rpartition(".")[2] in JOINED_AS
+    if not is_joined or (name.endswith("gate_up_proj") and not getattr(module, "is_concatenated", True)):
+        return ()
+    if getattr(getattr(module, "config", None), "model_type", None) in MIXTRAL_TYPES:
+        return tuple(expert_group(in_mixtral(name), expert, MIXTRAL_EXPERTS) for expert in range(count))
+    return tuple(expert_group(name, expert) for expert in range(count))
+
+
+def in_mixtral(name: str) -> str:
+    """Return the name in Mixtral's files: "layers.0.block_sparse_moe.gate.weight" for "layers.0.mlp.gate.weight"."""
+    return name.replace(".mlp.", ".block_sparse_moe.")
+
+
+def expert_group(name: str, expert: int, called: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Return ("experts.0.gate_proj.weight", "experts.0.up_proj.weight") for "experts.gate_up_proj" and expert 0.
+
+    called: other names of gate_proj, up_proj and down_proj.
+    """
+    prefix, _, last = name.rpartition(".")
+    called = {} if called is None else called
+    return tuple(f"{prefix}.{expert}.{called.get(part, part)}.weight" for part in JOINED_AS.get(last, ()))
 
 
 # --- the inputs of experts -------------------------------------------------------------------------------------------

@@ -92,3 +92,18 @@ TRANSPOSED_LINEARS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 
 CONV1D = ("*.c_attn", "*.c_fc", "*.c_proj", "*.q_attn")
 """Patterns of these linears."""
+
+JOINED_AS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "up_proj": ("up_proj",),
+    "down_proj": ("down_proj",),
+}
+"""Joined parameters of models in memory, and the modules of a checkpoint that each is joined from. The last two apply
+only to experts."""
+
+MIXTRAL_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""The names of an expert's weights in checkpoints of :data:`MIXTRAL_TYPES`."""
+
+MIXTRAL_TYPES = ("mixtral", "minimax", "minimax_m2")
+"""Values of model_type whose checkpoints call ``mlp`` ``block_sparse_moe`` and use :data:`MIXTRAL_EXPERTS`."""

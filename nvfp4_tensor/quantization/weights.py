@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.numerics.random_state import rng_state_of_weight
+from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.ops.composite.quantization import own_amax
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.experts import expert_weights, is_experts, is_transposed, matrix_of
+from nvfp4_tensor.quantization.experts import expert_weights, is_experts, is_transposed, matrix_of, names_in_files
 from nvfp4_tensor.quantization.linear import NVFP4Linear, set_weight
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
@@ -59,17 +62,30 @@ class WeightRef:
         amax: of a linear, the largest magnitude that its per-tensor scale allows, by default its own.
         squares: (K,), or (E, K) of experts: weights of the columns' errors in the scale search.
         """
-        spec, dense = config.weight, self.dense.detach()
+        spec, dense, seed = config.weight, self.dense.detach(), config.seed
+        rng_state = None if seed is None else rng_state_of_weight(seed, self.name, dense.device)
         if dense.dim() == 2:
-            w = quantize(dense, spec, amax=amax) if squares is None else quantize_weighted(dense, spec, squares, amax)
-            return w._replace(**config.fields)
+            if squares is None:
+                return quantize(dense, spec, amax=amax, rng_state=rng_state)._replace(**config.fields)
+            return quantize_weighted(dense, spec, squares, amax, rng_state)._replace(**config.fields)
         if squares is not None:
-            quantized = self.joined([quantize_weighted(self.matrix(e), spec, squares[e]) for e in range(self.experts)])
+            states = self._states(seed)
+            quantized = self.joined(
+                [quantize_weighted(self.matrix(e), spec, squares[e], rng_state=state) for e, state in enumerate(states)]
+            )
+        elif seed is not None and (files := names_in_files(self.module, self.name, len(dense))):
+            quantized = self.joined([_by_parts(w, names, seed, spec) for w, names in zip(dense, files, strict=True)])
         elif is_transposed(self.module):
-            quantized = quantize_experts(dense.mT.contiguous(), spec).transpose(-2, -1)  # type: ignore[assignment]
+            experts = quantize_experts(dense.mT.contiguous(), spec, rng_state=rng_state)
+            quantized = experts.transpose(-2, -1)  # type: ignore[assignment]
         else:
-            quantized = quantize_experts(dense, spec)
+            quantized = quantize_experts(dense, spec, rng_state=rng_state)
         return quantized._replace(activation_spec=config.activation)
+
+    def _states(self, seed: int | None) -> list[Tensor | None]:
+        """Return the random state of each expert, for those whose parts are not quantized apart."""
+        names = [f"{self.name}.{expert}" for expert in range(self.experts)]
+        return [None if seed is None else rng_state_of_weight(seed, name, self.dense.device) for name in names]
 
     def joined(self, experts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
         """Stack the weights (N, K) of experts as the module stores them, each with a per-tensor scale of its own.
@@ -96,6 +112,14 @@ class WeightRef:
         setattr(self.module, self.attribute, self.dense)
         if type(self.module) is NVFP4Linear:
             self.module.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def _by_parts(weight: Tensor, names: Sequence[str], seed: int, spec: QuantizeSpec) -> NVFP4Tensor:
+    """Quantize the weight (N, K) of an expert, the rows of each part with the random bits of its name in files."""
+    amax = own_amax(weight, spec, None, 0)
+    states = [rng_state_of_weight(seed, name, weight.device) for name in names]
+    parts = zip(weight.chunk(len(names)), states, strict=True)
+    return torch.cat([quantize(part, spec, amax=amax, rng_state=state) for part, state in parts])  # type: ignore[return-value]
 
 
 def dense_experts(model: nn.Module) -> Iterator[WeightRef]:

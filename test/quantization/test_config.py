@@ -58,6 +58,7 @@ UNFIT = [
     (lambda: NVFP4Config(round_mode="nearest"), "'rne'"),
     (lambda: WEIGHTS(weight_spec=QuantizeSpec(), random_bits=8), "random_bits would have no effect"),
     (lambda: NVFP4Config(weight_spec=QuantizeSpec(), block_rows=16), "block_rows would have no effect"),
+    (lambda: NVFP4Config(seed=1, activation_round_mode="stochastic"), "seed would have no effect"),
     (lambda: NVFP4Config(activation_spec=QuantizeSpec(), activation_round_mode="zero"), "round_mode would have no eff"),
     (lambda: WEIGHTS(activations="int8"), "unknown activations 'int8': .* one of 'fp8'"),
     (lambda: NVFP4Config(activations="fp8"), r"use NVFP4WeightOnlyConfig\(activations='fp8'\)"),

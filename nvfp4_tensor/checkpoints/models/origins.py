@@ -13,12 +13,13 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.architectures import JOINED_AS, MIXTRAL_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.sidecar import with_factors
 from nvfp4_tensor.checkpoints.models import fp8_joins
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
 from nvfp4_tensor.checkpoints.understood import has_pre_scale, pre_scale_of
+from nvfp4_tensor.quantization.experts import expert_group, in_mixtral
+from nvfp4_tensor.quantization.model_families import JOINED_AS, MIXTRAL_EXPERTS
 from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
 
@@ -71,11 +72,6 @@ def origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origi
     return Origin(tuple(groups), rows, stacked=dimensions == 3)
 
 
-def in_mixtral(name: str) -> str:
-    """Return the name in Mixtral's files: "layers.0.block_sparse_moe.gate.weight" for "layers.0.mlp.gate.weight"."""
-    return name.replace(".mlp.", ".block_sparse_moe.")
-
-
 def _groups(name: str, dimensions: int, names: Container[str]) -> list[tuple[str, ...]]:
     if dimensions == 3:
         return _expert_groups(name, names) or _expert_groups(in_mixtral(name), names, MIXTRAL_EXPERTS)
@@ -84,16 +80,6 @@ def _groups(name: str, dimensions: int, names: Container[str]) -> list[tuple[str
     parts = JOINED_AS.get(last, ())
     group = tuple(f"{prefix}.{part}.{attribute}" if prefix else f"{part}.{attribute}" for part in parts)
     return [group] if len(group) > 1 and all(each in names for each in group) else []
-
-
-def expert_group(name: str, expert: int, called: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Return ("experts.0.gate_proj.weight", "experts.0.up_proj.weight") for "experts.gate_up_proj" and expert 0.
-
-    called: other names of gate_proj, up_proj and down_proj.
-    """
-    prefix, _, last = name.rpartition(".")
-    called = {} if called is None else called
-    return tuple(f"{prefix}.{expert}.{called.get(part, part)}.weight" for part in JOINED_AS.get(last, ()))
 
 
 def _expert_groups(name: str, names: Container[str], called: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:

@@ -11,19 +11,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nvfp4_tensor.checkpoints.architectures import JOINED_AS, MIXTRAL_EXPERTS, MIXTRAL_TYPES
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
 from nvfp4_tensor.checkpoints.convert import different_scales
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
-from nvfp4_tensor.checkpoints.models.origins import Origin, expert_group, in_mixtral, split, split_fp8
+from nvfp4_tensor.checkpoints.models.origins import Origin, split, split_fp8
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, parts_of, tensor_of
 from nvfp4_tensor.checkpoints.understood import pre_scale_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.dispatch.fp8 import FP8Tensor
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.quantization.conv1d import was_conv1d
-from nvfp4_tensor.quantization.experts import is_experts, is_transposed
+from nvfp4_tensor.quantization.experts import in_mixtral, names_in_files
 from nvfp4_tensor.quantization.linear import PRE_SCALE
+from nvfp4_tensor.quantization.model_families import MIXTRAL_TYPES
 from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
@@ -259,13 +259,10 @@ def _origins(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Origi
 
 def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> Origin | None:
     """Return the origin of experts, which transformers joins to one parameter (E, N, K), with gate above up."""
-    last = name.rpartition(".")[2]
     stored = in_mixtral(name) if mixtral else name
-    if tensor.dim() != 3 or last not in JOINED_AS or not is_experts(module) or is_transposed(module):
+    groups = names_in_files(module, name, len(tensor)) if tensor.dim() == 3 else ()
+    if not groups:
         return None if stored == name else Origin(((stored,),))
-    if last == "gate_up_proj" and not getattr(module, "is_concatenated", True):
-        return None
-    groups = tuple(expert_group(stored, e, MIXTRAL_EXPERTS if mixtral else None) for e in range(len(tensor)))
     parts = len(groups[0])
     return Origin(groups, (tensor.shape[1] // parts,) * parts, stacked=True)
 

@@ -103,6 +103,8 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
             config["product_backend"] = ProductBackend.of(self.config.product_backend).name.lower()
         elif self.config.activations is not None:
             config["activations"] = Activations.of(self.config.activations).name.lower()
+        if self.config.seed is not None:
+            config["seed"] = self.config.seed
         return {**self.__dict__, "config": config}
 
 
@@ -158,8 +160,8 @@ class ModelOptConfig(CheckpointConfig):
 
 def _config_of(fields: dict[str, Any]) -> NVFP4WeightOnlyConfig:
     """Return the config that to_dict has written."""
-    weight = QuantizeSpec(**fields["weight"])
+    weight: dict[str, Any] = {"weight_spec": QuantizeSpec(**fields["weight"]), "seed": fields.get("seed")}
     if "activation" not in fields:
-        return NVFP4WeightOnlyConfig(weight_spec=weight, activations=fields.get("activations"))
+        return NVFP4WeightOnlyConfig(**weight, activations=fields.get("activations"))
     activation = QuantizeSpec(**fields["activation"])
-    return NVFP4Config(weight_spec=weight, activation_spec=activation, product_backend=fields["product_backend"])
+    return NVFP4Config(**weight, activation_spec=activation, product_backend=fields["product_backend"])

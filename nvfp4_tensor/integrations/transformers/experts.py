@@ -17,12 +17,12 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from nvfp4_tensor.checkpoints.architectures import JOINED_AS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
 from nvfp4_tensor.checkpoints.models.origins import Origin, shape_of
 from nvfp4_tensor.quantization.conv1d import is_conv1d
 from nvfp4_tensor.quantization.experts import is_transposed
+from nvfp4_tensor.quantization.model_families import JOINED_AS
 from nvfp4_tensor.quantization.names import natural, some
 
 

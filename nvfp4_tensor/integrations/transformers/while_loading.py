@@ -24,12 +24,11 @@ from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.conv1d import as_linear, was_conv1d
-from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.quantization.model_plan import Matrix, ModelPlan
 from nvfp4_tensor.quantization.names import joined_with
+from nvfp4_tensor.quantization.weights import WeightRef
 from nvfp4_tensor.quantization.whole_model import matrices_of, plan_model, without_experts
 from nvfp4_tensor.tensor.arguments import resolve_amax
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
 
 class WhileLoadingQuantizer(NVFP4HfQuantizer):
@@ -155,28 +154,28 @@ class Quantize(ConversionOps):
         """Return the parameters that are complete with this one."""
         if name in self.tied:
             head, embedding = self.tied
-            return {embedding: value, head: parameter_of(model, head, *self._quantize([value]))}
+            return {embedding: value, **self._quantized(model, {head: value})}
         if name not in self.names:
             return {name: value}
         module = model.get_submodule(name.rpartition(".")[0])
-        transposed = value.dim() == 3 and is_transposed(module)
-        self.waiting[name] = value.transpose(-2, -1).contiguous() if transposed or was_conv1d(module) else value
+        self.waiting[name] = value.t().contiguous() if was_conv1d(module) else value
         group = joined_with(name, self.names) if self.config.share_scales else (name,)
         if not self.waiting.keys() >= set(group):
             return {}
-        quantized = self._quantize([self.waiting.pop(each) for each in group])
-        if transposed:
-            quantized = [weight.transpose(-2, -1) for weight in quantized]
-        return {each: parameter_of(model, each, weight) for each, weight in zip(group, quantized, strict=True)}
+        return self._quantized(model, {each: self.waiting.pop(each) for each in group})
 
-    def _quantize(self, weights: list[Tensor]) -> list[NVFP4Tensor]:
+    def _quantized(self, model: PreTrainedModel, group: dict[str, Tensor]) -> dict[str, Tensor]:
         """Quantize weights with their common amax. Each expert has its own amax, common to its gate and up."""
-        config = self.config.config
-        if weights[0].dim() == 3:
-            return [quantize_experts(weights[0], config.weight, activation_spec=self.config.activation)]
-        amaxes = [resolve_amax(weight, config.weight, None) for weight in weights]
-        amax = torch.stack([each.to(amaxes[0].device) for each in amaxes]).amax()
-        return [quantize(weight, config.weight, amax=amax)._replace(**config.fields) for weight in weights]
+        config, amax = self.config.config, None
+        quantized: dict[str, Tensor] = {}
+        if all(weight.dim() == 2 for weight in group.values()):
+            amaxes = [resolve_amax(weight, config.weight, None) for weight in group.values()]
+            amax = torch.stack([each.to(amaxes[0].device) for each in amaxes]).amax()
+        for name, dense in group.items():
+            path, _, attribute = name.rpartition(".")
+            weight = WeightRef(name, model.get_submodule(path), attribute, dense)
+            quantized[name] = parameter_of(model, name, weight.quantized(config, amax=amax))
+        return quantized
 
 
 def name_of_head(model: PreTrainedModel) -> str:

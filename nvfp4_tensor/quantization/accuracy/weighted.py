@@ -11,7 +11,9 @@ from nvfp4_tensor.tensor.arguments import resolve_rng_state
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
-def quantize_weighted(weight: Tensor, spec: QuantizeSpec, squares: Tensor, amax: Tensor | None = None) -> NVFP4Tensor:
+def quantize_weighted(
+    weight: Tensor, spec: QuantizeSpec, squares: Tensor, amax: Tensor | None = None, rng_state: Tensor | None = None
+) -> NVFP4Tensor:
     """Quantize weight (N, K) by a spec with a scale search whose squared errors are weighted (contract, section 2).
 
     Args:
@@ -21,6 +23,7 @@ def quantize_weighted(weight: Tensor, spec: QuantizeSpec, squares: Tensor, amax:
             were all zero get a millionth of the mean, so that they are still rounded well.
         amax: the largest magnitude that the per-tensor scale allows, float32 0-d, or (N,) with row_scaled. By default
             the amax of the weight.
+        rng_state: of stochastic rounding, as in :func:`quantize`.
 
     Raises:
         ValueError: squares that are not finite.
@@ -35,6 +38,6 @@ def quantize_weighted(weight: Tensor, spec: QuantizeSpec, squares: Tensor, amax:
         amax = reference.row_amax(weight, spec.hadamard_sign)
     elif amax is None:
         amax = torch.ops.nvfp4.amax(weight, -1 if spec.hadamard_sign is None else spec.hadamard_sign)
-    rng_state = resolve_rng_state(weight, spec, None, None)
+    rng_state = resolve_rng_state(weight, spec, rng_state, None)
     parts = reference.quantize(weight, amax, rng_state, spec, column_weights=weights)
     return NVFP4Tensor(*parts, weight.shape[1], weight.dtype, spec)

@@ -181,10 +181,10 @@ def test_the_exception_has_the_reason(tmp_path, family):
 def test_the_exception_has_the_reason_while_loading(tmp_path, monkeypatch):
     model_of("Llama", tmp_path / "dense")
 
-    def quantize(self, weights):
+    def quantized(self, model, group):
         raise ValueError("the reason")
 
-    monkeypatch.setattr(Quantize, "_quantize", quantize)
+    monkeypatch.setattr(Quantize, "_quantized", quantized)
     assert_refused(tmp_path / "dense", "the reason", quantization_config=nvfp4.NVFP4TensorConfig())
 
 

@@ -54,7 +54,11 @@ ROUNDING = [
     {}, {"four_over_six": True}, {"scale_search": "mse", "scale_ceiling": 448}, {"scale_rounding": "up"},
     {"round_mode": "zero", "block_rows": 16},
 ]  # fmt: skip
-CASES = [(name, ROUNDING[i % len(ROUNDING)]) for i, name in enumerate(MODELS)]
+STOCHASTIC = ("Llama", "Qwen3", "Phi3", "Mixtral", "GptOss", "GPT2", "HunYuanMoEV1")
+CASES = [
+    *((name, ROUNDING[i % len(ROUNDING)]) for i, name in enumerate(MODELS)),
+    *((name, {"round_mode": "stochastic", "seed": 3}) for name in STOCHASTIC),
+]
 
 
 def written(folder):
@@ -76,7 +80,7 @@ def test_every_route_writes_the_same_bytes(name, rounding, tmp_path):
     model.save_pretrained(tmp_path / "dense")
     config = NVFP4WeightOnlyConfig(experts=True, **rounding)
 
-    checkpoints.quantize(tmp_path / "dense", tmp_path / "files", spec=config.weight, progress=False)
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "files", spec=config.weight, seed=3, progress=False)
     hub_models.from_pretrained(tmp_path / "dense", config).save_pretrained(tmp_path / "loading")
     in_memory, of_torchao = (transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense") for _ in range(2))
     report = quantize_model(in_memory, config)
