@@ -117,6 +117,7 @@ def run(
 
     how: dict[str, Any] = {"round_mode": round_mode, "four_over_six": four_over_six, "scale_search": scale_search}
     spec = QuantizeSpec(**how)
+    given: dict[str, Any] = {"weight_spec": spec, "seed": seed if spec.is_stochastic else None}
     start = time.perf_counter()
     amax = budget = routed = None
     if calibrate is not None:
@@ -129,13 +130,13 @@ def run(
         included = (*include, untie_head(model)) if head else include
         chosen = fitting.Chosen(model, exclude, included, to)
         if bits is not None:
-            config = (NVFP4WeightOnlyConfig if gptq or weighted or w4a16 else NVFP4Config)(weight_spec=spec)
+            config = (NVFP4WeightOnlyConfig if gptq or weighted or w4a16 else NVFP4Config)(**given)
             budget = fitting.spend_bits(model, batches, bits, config, chosen, progress=progress)
             exclude = (*exclude, *chosen.patterns(budget.left_dense))
             chosen = fitting.Chosen(model, exclude, included, to)
         if gptq or weighted:
             fit = fitting.fit_by_gptq if gptq else fitting.fit_by_scale_search
-            fit(model, batches, spec, chosen, progress=progress)
+            fit(model, batches, NVFP4WeightOnlyConfig(**given), chosen, progress=progress)
             fitting.write_fitted(source, model, dst, to=to, head=head, progress=progress, **of_format)
             return Written.of(src, dst, time.perf_counter() - start, budget, routed_tokens(model))
         amax = None if w4a16 else fitting.find_input_amax(model, batches, chosen, progress=progress)

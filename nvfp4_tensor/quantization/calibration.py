@@ -63,7 +63,7 @@ def calibrate(
         config: an NVFP4Config (the default), whose ``percentile`` and ``headroom`` choose the amax from the observed
             inputs, or an NVFP4WeightOnlyConfig with ``weighted=True``.
         filter_fn: selects modules by (module, name), as in ``quantize_``. By default, those of ``quantize_model``.
-        progress: show a progress bar over the batches.
+        progress: show a progress bar over the batches, and over the weights.
 
     Raises:
         TypeError: config or batches has another type, the filter selects a module that is not an nn.Linear, or a weight
@@ -114,9 +114,7 @@ def quantize_by_inputs(
         conversion = Conversion(model, linears, convert, experts=experts)
         _warn_of_nonfinite(conversion)
     try:  # not within restored(), which keeps the dense weights
-        conversion.start(model)
-        for module in tqdm(linears, desc="quantizing", unit="weight", disable=not progress):
-            conversion.apply(module)
+        conversion.run(model, progress=progress)
     except BaseException:
         for module in linears:
             if isinstance(module, ObservedLinear):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization.quantize_.common.quantization_step import QuantizationStep as Step
 from torchao.quantization.transform_module import register_quantize_module_handler
+from tqdm import tqdm
 
 from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.matmul.backends import check_backend, check_installed
@@ -72,6 +73,7 @@ class Conversion:
         self.experts = [each for each in dense_experts(model) if each.name in experts]
         self.done: set[nn.Module] = set()
         self.amax: dict[nn.Module, Tensor] = {}
+        self.bar = tqdm(disable=True)
         refuse_shards(model, {*self.linears, *(model.get_submodule(name.rpartition(".")[0]) for name in experts)})
         for linear in self.linears:
             self._check(linear)
@@ -96,13 +98,17 @@ class Conversion:
             return
         while self.experts:
             observed_experts.quantize_observed(self.experts.pop(0), self.config)
+            self.bar.update()
         observed_experts.finish(model)
 
-    def run(self, model: nn.Module) -> None:
-        """Observe or quantize the linears, and then the experts."""
-        for module in self.linears:
-            self.apply(module)
-        self.start(model)
+    def run(self, model: nn.Module, *, progress: bool = False) -> None:
+        """Observe or quantize the experts, and then the linears."""
+        total = len(self.linears) + len(self.experts)
+        with tqdm(total=total, desc="quantizing", unit="weight", disable=not progress) as self.bar:
+            self.start(model)
+            for module in self.linears:
+                self.apply(module)
+                self.bar.update()
 
     def apply(self, module: nn.Module) -> None:
         """Observe or quantize a linear and all that share its weight. Codes that trained are kept."""

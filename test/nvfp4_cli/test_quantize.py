@@ -42,6 +42,14 @@ def test_quantize_rounds_as_it_is_told(flags, spec, dense, tmp_path, run):
     assert both[0] == both[1]
 
 
+def test_the_seed_of_a_weighted_search(dense, text, tmp_path, run):
+    flags = ["--calibrate", text, "--tokens", 64, "--weighted", "--round-mode", "stochastic", "--seed"]
+    for name, seed in {"a": 3, "again": 3, "b": 4}.items():
+        run("quantize", dense, tmp_path / name, *flags, seed)
+    a, again, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "again", "b"))
+    assert a == again != b
+
+
 def test_quantize_leaves_dense_what_it_is_told(dense, tmp_path, run):
     said = run("quantize", dense, tmp_path / "q", "--exclude", "*.down_proj", "--include", "lm_head", "--json")
     assert said["quantized"] == 14 - 2 + 1

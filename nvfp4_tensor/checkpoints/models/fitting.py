@@ -118,19 +118,19 @@ def spend_bits(
 
 
 def fit_by_gptq(
-    model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, chosen: Chosen, *, progress: bool = True
+    model: nn.Module, batches: Sequence[Tensor], config: NVFP4WeightOnlyConfig, chosen: Chosen, *, progress: bool = True
 ) -> None:
-    """Quantize linears and experts in place by GPTQ. Scales are searched unless ``spec`` has a setting of its own."""
-    config = None if spec == QuantizeSpec() else GPTQConfig(base_config=NVFP4WeightOnlyConfig(weight_spec=spec))
-    gptq(model, _inputs(batches), config, filter_fn=chosen, progress=progress)
+    """Quantize linears and experts in place by GPTQ. Scales are searched unless the config has settings of its own."""
+    own = None if config.weight == QuantizeSpec() else GPTQConfig(base_config=config)
+    gptq(model, _inputs(batches), own, filter_fn=chosen, progress=progress)
 
 
 def fit_by_scale_search(
-    model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, chosen: Chosen, *, progress: bool = True
+    model: nn.Module, batches: Sequence[Tensor], config: NVFP4WeightOnlyConfig, chosen: Chosen, *, progress: bool = True
 ) -> None:
     """Quantize linears and experts in place by a scale search that weights the error of each column by its inputs."""
-    spec = spec.replace(scale_search=ScaleSearch.MSE)
-    config = NVFP4WeightOnlyConfig(weight_spec=spec, weighted=True, experts=True)
+    spec = config.weight.replace(scale_search=ScaleSearch.MSE)
+    config = NVFP4WeightOnlyConfig(weight_spec=spec, seed=config.seed, weighted=True, experts=True)
     linears = list(chosen.linears.values())
     quantize_by_inputs(model, _inputs(batches), config, linears, chosen.experts, progress=progress)
 
