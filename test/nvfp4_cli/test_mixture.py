@@ -1,7 +1,9 @@
 """``nvfp4 quantize --calibrate`` of a mixture of experts: static scales, GPTQ and budgets reach the experts."""
 
 import functools
+import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -67,6 +69,30 @@ def test_experts_are_those_of_the_library(kind, how, dense, text, tmp_path, run)
     else:
         equal = torch.cat([(own[name].qdata == expected[name].qdata).flatten() for name in own]).float().mean()
         assert equal == 1
+
+
+BARS = {
+    (): {"calibrating"},
+    ("--gptq",): {"GPTQ"},
+    ("--weighted",): {"calibrating", "quantizing"},
+    ("--bits", 7, "--gptq"): {"sensitivity", "GPTQ"},
+    ("--bits", 7, "--weighted"): {"sensitivity", "calibrating", "quantizing"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BARS, ids=str)
+def test_every_way_shows_its_progress_and_keeps_experts_together(how, dense, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    given = ("quantize", make("Qwen3Moe", dense), tmp_path / "q", "--calibrate", text, "--tokens", 64, *how, "--json")
+    assert nvfp4_cli.main([str(each) for each in given]) == 0
+    out, shown = capsys.readouterr()
+    assert {bar for bars in BARS.values() for bar in bars if f"{bar}:" in shown} == BARS[how] and "writing" in shown
+    assert "experts saw all tokens; the router sent" in shown
+    costs = (json.loads(out).get("budget") or {"costs": []})["costs"]
+    layers = [cost["dense"] for cost in costs if "experts" in cost["name"]]
+    assert len(layers) == (2 if "--bits" in how else 0)
+    own = [name for name in quantized_in(tmp_path / "q") if "experts" in name]
+    assert len(own) == EXPERTS["Qwen3Moe"] // 2 * (2 - sum(layers))
 
 
 def test_what_stays_dense_is_said(dense, text, tmp_path, capsys):
