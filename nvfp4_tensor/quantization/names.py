@@ -65,8 +65,15 @@ def groups_of(chosen: Iterable[str], linears: Iterable[str]) -> dict[str, tuple[
     """
     names = {_without_adapter(name): name for name in linears}
     own = {_without_adapter(name) for name in chosen}
-    groups = ((name, joined_with(name, {each for each in joined_with(name, names) if each in own})) for name in own)
-    return {names[name]: tuple(names[each] for each in group) for name, group in groups}
+    groups: dict[str, tuple[str, ...]] = {}
+    for name in own:
+        if names[name] in groups:  # found with another weight of the group
+            continue
+        group = joined_with(name, names)
+        if not own.issuperset(group):
+            group = joined_with(name, own.intersection(group))
+        groups |= dict.fromkeys((found := tuple(names[each] for each in group)), found)
+    return groups
 
 
 def _without_adapter(name: str) -> str:
