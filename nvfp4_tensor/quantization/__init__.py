@@ -1,5 +1,7 @@
 """Configs and linears for torchao's quantize_, calibration, and methods that improve accuracy."""
 
+import importlib
+
 import nvfp4_tensor.dispatch  # noqa: F401  first: registers the tensor's operators and silences torchao's log lines
 from nvfp4_tensor.quantization import conversion  # registers the quantize_ handlers of our configs
 from nvfp4_tensor.quantization.accuracy.folding import fold_scales
@@ -15,6 +17,7 @@ from nvfp4_tensor.quantization.observer import ObservedLinear
 from nvfp4_tensor.quantization.whole_model import quantize_model
 
 __all__ = [
+    "DistillConfig",
     "GPTQConfig",
     "ModelPlan",
     "NVFP4Config",
@@ -24,6 +27,7 @@ __all__ = [
     "Sensitivity",
     "calibrate",
     "conversion",
+    "distill",
     "fold_scales",
     "generate_calibration_text",
     "gptq",
@@ -31,3 +35,9 @@ __all__ = [
     "routed_tokens",
     "sensitivity",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in ("DistillConfig", "distill"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("nvfp4_tensor.training"), name)  # a room above, where training is

@@ -3,6 +3,7 @@
 import nvfp4_tensor.dispatch  # noqa: F401  first: the tensor with its operators, and torchao without its log lines
 from nvfp4_tensor.quantization.trained import to_dense
 from nvfp4_tensor.training.config import NVFP4TrainingConfig, reuse_weight_codes, set_recipe
+from nvfp4_tensor.training.distillation import DistillConfig, Trains, distill
 from nvfp4_tensor.training.filters import Filter, keep_dense, keep_last_blocks_dense
 from nvfp4_tensor.training.linear.function import linear
 from nvfp4_tensor.training.linear.grouped import grouped_linear
@@ -18,6 +19,7 @@ from nvfp4_tensor.training.weights.write_back import write_back
 
 __all__ = [
     "RECIPES",
+    "DistillConfig",
     "Filter",
     "NVFP4AdamW",
     "NVFP4Optimizer",
@@ -27,8 +29,10 @@ __all__ = [
     "RefitReport",
     "Report",
     "Summary",
+    "Trains",
     "WeightForDx",
     "diagnose",
+    "distill",
     "grouped_linear",
     "keep_dense",
     "keep_last_blocks_dense",

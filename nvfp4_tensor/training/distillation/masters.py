@@ -1,0 +1,167 @@
+"""The dense float32 values behind the trained parameters of a quantized model, and how they become codes again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nvfp4_tensor.quantization.conv1d import is_linear
+from nvfp4_tensor.quantization.names import group_of
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.tensor.tiles import requantize
+from nvfp4_tensor.training.weights.adamw import NVFP4AdamW
+from nvfp4_tensor.training.weights.base import local_of
+
+_HEADROOM = 8
+"""How far block scales may grow before they clip, as in NVFP4AdamW."""
+
+
+def is_coded(parameter: Tensor) -> bool:
+    """Return whether a parameter, or this rank's shard of it, is NVFP4."""
+    return isinstance(local_of(parameter.detach()), NVFP4Tensor)
+
+
+class Masters:
+    """A float32 copy of each parameter that trains: the optimizer's parameters.
+
+    After each step, :meth:`write` quantizes them into the parameters that the model multiplies by. The per-tensor scale
+    of a linear is kept until an element outgrows it, and then doubled: a scale that followed the largest element would
+    move every other one. Linears that servers join keep one scale.
+
+    Args:
+        parameters: the parameters that train, by name.
+        dense: dense values to begin from, by name. A weight whose codes are not theirs begins from its codes.
+        groups: names of linears that share a per-tensor scale.
+    """
+
+    bytes_per_element: tuple[float, float, float] = (4, 4, 8)
+    """Of values, gradients and moments."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], dense: Mapping[str, Tensor], groups: Sequence[Sequence[str]]
+    ) -> None:
+        self.parameters = dict(parameters)
+        coded = {name: local_of(each.detach()) for name, each in self.parameters.items() if is_coded(each)}
+        self._amax = {
+            name: w.per_tensor_scale * w.spec.largest_value  # type: ignore[attr-defined]
+            for name, w in coded.items()
+            if w.dim() == 2 and not w.per_tensor_scale.dim()  # type: ignore[attr-defined]
+        }
+        self._groups = [group for group in groups if all(name in self._amax for name in group)]
+        joined = {name for group in self._groups for name in group}
+        self._groups += [[name] for name in self._amax if name not in joined]
+        self.values = {name: nn.Parameter(self._begin(name, dense.get(name))) for name in self.parameters}
+
+    def _begin(self, name: str, dense: Tensor | None) -> Tensor:
+        """Return the float32 values from which a parameter begins: dense ones that round to it, else its own."""
+        own = local_of(self.parameters[name].detach())
+        if not isinstance(own, NVFP4Tensor):
+            return own.float().clone()
+        if dense is not None and not isinstance(local_of(dense.detach()), NVFP4Tensor) and dense.shape == own.shape:
+            values = local_of(dense.detach()).to(own.device, torch.float32, copy=True)
+            if torch.equal(self._quantized(name, own, values).qdata, own.qdata):
+                return values
+        if own.spec.hadamard_sign is not None:
+            raise ValueError(f"{name} has a Hadamard transform, and not the codes of the teacher's weight: give both")
+        return own.dequantize(torch.float32)
+
+    def _quantized(self, name: str, own: NVFP4Tensor, values: Tensor) -> NVFP4Tensor:
+        amax = {"amax": self._amax[name]} if name in self._amax else {}
+        return requantize(own, values, own.spec, **amax)
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Add the gradients of the parameters to those of the masters, and free them."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            master, grad = self.values[name], local_of(parameter.grad).float()
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Round the masters into the parameters of the model."""
+        self._fit_scales()
+        for name, parameter in self.parameters.items():
+            own, values = local_of(parameter.detach()), self.values[name].detach()
+            own.copy_(self._quantized(name, own, values) if isinstance(own, NVFP4Tensor) else values)
+            torch.autograd.graph.increment_version(parameter)
+
+    def _fit_scales(self) -> None:
+        """Double the per-tensor scales that an element has outgrown, on all ranks alike."""
+        if not self._amax:
+            return
+        names = list(self._amax)
+        values = [
+            each if each.numel() else each.new_zeros(1) for each in (self.values[name].detach() for name in names)
+        ]
+        largest = torch.stack(torch._foreach_norm(values, math.inf))
+        if isinstance(self.parameters[names[0]], DTensor):
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        index = {name: i for i, name in enumerate(names)}
+        for group in self._groups:
+            amax = self._amax[group[0]]
+            outgrown = largest[[index[name] for name in group]].amax() > amax
+            self._amax.update(dict.fromkeys(group, torch.where(outgrown, 2 * amax, amax)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what :meth:`load_state_dict` takes."""
+        return {"values": {name: local_of(each.detach()) for name, each in self.values.items()}, "amax": self._amax}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state, and write it into the model."""
+        for name, value in state["values"].items():
+            self.values[name].data.copy_(value)
+        self._amax = {name: amax.to(self.values[name].device) for name, amax in state["amax"].items()}
+        Masters.write(self)
+
+
+class CodedMasters(Masters):
+    """No copies: NVFP4AdamW updates the codes of the parameters themselves, by stochastic rounding."""
+
+    bytes_per_element = (0, 2, 1.125)
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], dense: Mapping[str, Tensor], groups: Sequence[Sequence[str]]
+    ) -> None:
+        super().__init__(parameters, dense, groups)
+        # Room for scales to grow, alike in linears that share one; the optimizer then need not make it for each.
+        self._amax = {name: _HEADROOM * amax for name, amax in self._amax.items()}
+        self.write()
+        self.values = self.parameters
+
+    def optimizer(self, seed: int, **options: Any) -> NVFP4AdamW:
+        """Return the optimizer."""
+        return NVFP4AdamW(self.parameters.values(), seed=seed, **options)
+
+    def take_gradients(self) -> None:
+        """Do nothing: gradients stay where the optimizer reads them."""
+
+    def write(self) -> None:
+        """Do nothing after a step, which wrote the codes."""
+        if self.values is not self.parameters:
+            super().write()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state."""
+        with torch.no_grad():
+            for name, value in state["values"].items():
+                local_of(self.parameters[name].detach()).copy_(value)
+
+
+def joined_linears(model: nn.Module, coded: Mapping[str, Tensor]) -> Iterator[tuple[str, ...]]:
+    """Yield the names of linears in NVFP4 that servers join, and that share a per-tensor scale."""
+    linears = {f"{path}.weight".lstrip(".") for path, module in model.named_modules() if is_linear(module)}
+    own = {name: each for name, each in coded.items() if name in linears}
+    groups = dict.fromkeys(group_of(name, own, linears) for name in own)
+    for group in groups:
+        scales = [local_of(own[name].detach()).per_tensor_scale for name in group]  # type: ignore[attr-defined]
+        if len(group) > 1 and all(scale.shape == () and torch.equal(scale, scales[0]) for scale in scales):
+            yield group

@@ -1,0 +1,208 @@
+"""distill: the loss falls, the model ends as trained, and a run that stops goes on to the same bits."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from helpers.tiny_models import tiny_model
+from torch import nn
+
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize_model
+from nvfp4_tensor.quantization import gptq
+from nvfp4_tensor.training import DistillConfig, distill
+
+pytestmark = pytest.mark.slow
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16, "vocab_size": 96}
+
+
+def dense_model(family="Llama", **changes):
+    return tiny_model(family, quantized=False, **{**SIZES, **changes})
+
+
+def batches(count=6, vocabulary=96):
+    generator = torch.Generator().manual_seed(0)
+    return list(torch.randint(vocabulary, (count, 4, 24), generator=generator))
+
+
+def trained(model=None, config=None, steps=12, **options):
+    """Return the model and the loss of each step."""
+    seen = []
+    model = dense_model() if model is None else model
+    config = DistillConfig(learning_rate=2e-3) if config is None else config
+    model = distill(model, batches(), config, steps=steps, on_step=seen.append, progress=False, **options)
+    return model, [each.loss for each in seen]
+
+
+def weights_of(model):
+    return {name: each.data for name, each in model.named_parameters() if isinstance(each.data, NVFP4Tensor)}
+
+
+def same_bits(a, b):
+    parts = [(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)]
+    for name in ("qdata", "scale", "per_tensor_scale"):
+        parts += [(getattr(x, name), getattr(y, name)) for x, y in parts if isinstance(x, NVFP4Tensor)]
+    return all(torch.equal(x, y) for x, y in parts if not isinstance(x, NVFP4Tensor))
+
+
+CONFIGS = {
+    "w4a16": DistillConfig(base_config=NVFP4WeightOnlyConfig()),
+    "w4a4": DistillConfig(),
+    "static": DistillConfig(static=True, reverse=0.5),
+    "rows": DistillConfig(base_config=NVFP4Config(row_scaled=True), reverse=1.0),
+    "search": DistillConfig(base_config=NVFP4Config(weight_spec=QuantizeSpec(scale_search="mse")), hidden=0.1),
+    "tiles": DistillConfig(base_config=NVFP4Config(block_rows=16), batches_per_step=2),
+    "nvfp4": DistillConfig(nvfp4_masters=True),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_falls_and_is_that_of_the_deployed_model(name, capfd):
+    """A fifth less of the loss, on batches that training sees; after reloading it is the same number."""
+    config, ids, same = dataclasses.replace(CONFIGS[name], learning_rate=5e-4), batches()[0], []
+
+    def runs_as_deployed(progress):
+        if progress.step == 3:
+            y = model(ids).logits
+            with torch.inference_mode():
+                same.append(y.requires_grad and torch.equal(y, model(ids).logits))
+
+    model = dense_model()
+    distill(model, batches(), config, steps=40, on_step=runs_as_deployed)
+    said = capfd.readouterr().err
+    words = next(line for line in said.splitlines() if line.startswith("loss ")).split()
+    before, after, reloaded = (float(words[i]) for i in (1, 4, 8))
+    assert same == [True]
+    assert after == reloaded < 0.8 * before
+    assert "distilling 33 parameters with 0.1 M elements: masters" in said
+    weights = weights_of(model)
+    assert len(weights) == 14 and {each.spec for each in weights.values()} == {
+        (config.base_config or NVFP4Config()).weight
+    }
+    assert all((each.activation_amax is not None) == config.static for each in weights.values())
+    for layer in model.model.layers:  # servers join these: one scale
+        scales = [getattr(layer.self_attn, f"{each}_proj").weight.per_tensor_scale for each in "qkv"]
+        assert name == "rows" or all(torch.equal(scales[0], scale) for scale in scales)
+    required = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert required == {name for name, _ in model.named_parameters()} - set(weights)
+
+
+def test_a_scale_is_doubled_when_an_element_outgrows_it():
+    """Other blocks keep their values: each change of a per-tensor scale is by a power of two, in all joined linears."""
+    model = dense_model()
+    quantize_model(start := copy.deepcopy(model), NVFP4Config())
+    trained(model, DistillConfig(learning_rate=0.02), steps=8)
+    factors = {
+        name: (each.per_tensor_scale / weights_of(start)[name].per_tensor_scale).item()
+        for name, each in weights_of(model).items()
+    }
+    assert set(factors.values()) == {1.0, 2.0}
+    for name, factor in factors.items():
+        assert factor == factors[name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_", "gate_")]
+
+
+def test_gptq_codes_are_where_training_begins():
+    """The first loss is that of GPTQ's model, within the few blocks whose scale is chosen anew, and below nearest."""
+    exact, fitted = dense_model(), dense_model()
+    config = NVFP4Config(scale_search="mse", activation_spec=QuantizeSpec())
+    gptq(fitted, batches(), config, progress=False)
+    quantize_model(nearest := dense_model(), NVFP4Config())
+    own = {n: each.clone() for n, each in weights_of(fitted).items()}
+    losses = [
+        trained(model, DistillConfig(learning_rate=0.0), steps=1, teacher=exact)[1][0] for model in (fitted, nearest)
+    ]
+    assert losses[0] < losses[1]
+    kept = [(own[n].qdata == each.qdata).float().mean().item() for n, each in weights_of(fitted).items()]
+    assert min(kept) > 0.9
+
+
+# --- interruptions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [DistillConfig(static=True), DistillConfig(nvfp4_masters=True)], ids=["", "nvfp4"])
+def test_a_run_that_stops_goes_on_to_the_same_bits(config, tmp_path):
+    whole, losses = trained(config=config)
+    model, dense, seen = dense_model(), dense_model(), []
+
+    def stop(progress):
+        seen.append(progress.loss)
+        if progress.step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        distill(model, batches(), config, steps=12, on_step=stop, folder=tmp_path, progress=False)
+    assert same_bits(model, dense) and all(each.requires_grad for each in model.parameters())  # dense again
+    model, rest = trained(model, config, folder=tmp_path)
+    assert seen + rest == losses
+    assert same_bits(model, whole)
+    with pytest.raises(ValueError, match="has a run with other config: resume with the same"):
+        trained(config=dataclasses.replace(config, seed=1), folder=tmp_path)
+
+
+def test_a_loss_that_is_not_finite_restores_the_model():
+    model, broken = dense_model(), dense_model()
+    with torch.no_grad():
+        broken.model.norm.weight[3] = torch.nan
+    with pytest.raises(RuntimeError, match=r"loss of step 0 is nan: look for NaN .* or lower learning_rate \(0.002\)"):
+        trained(quantized := copy.deepcopy(model), teacher=broken)
+    assert same_bits(quantized, model)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"reverse": 2}, ValueError, "reverse is a share, from 0 to 1, got 2"),
+        ({"learning_rate": -1}, ValueError, "learning_rate must be finite and not negative"),
+        ({"batches_per_step": 0}, ValueError, "batches_per_step is a whole number from 1 on"),
+        ({"trains": "heads"}, ValueError, "unknown trains 'heads'"),
+        ({"base_config": QuantizeSpec()}, TypeError, "base_config must be an NVFP4WeightOnlyConfig or NVFP4Config"),
+        ({"base_config": NVFP4Config(round_mode="stochastic")}, ValueError, "rounded to nearest"),
+        ({"base_config": NVFP4Config(step="prepare")}, ValueError, "step and weighted are for calibrate"),
+        ({"base_config": NVFP4WeightOnlyConfig(), "static": True}, ValueError, "static=True needs activations"),
+    ],
+)
+def test_refused_configs(arguments, error, message):
+    with pytest.raises(error, match=message):
+        DistillConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    "given, options, error, message",
+    [
+        ([], {}, ValueError, "give at least one batch"),
+        (None, {"steps": 0}, ValueError, "steps is a whole number"),
+        (None, {"minutes": 0}, ValueError, "minutes must be above 0"),
+        (None, {"config": DistillConfig(trains="adapters")}, ValueError, "nothing to train: LlamaForCausalLM has no"),
+        (None, {"teacher": nn.Embedding(96, 7)}, ValueError, "the logits are .* and the teacher's .* same vocabulary"),
+    ],
+)
+def test_refused_calls_leave_the_model_dense(given, options, error, message):
+    model = dense_model()
+    with pytest.raises(error, match=message):
+        distill(model, batches() if given is None else given, **{"steps": 1, "progress": False, **options})
+    assert same_bits(model, dense_model())
+
+
+def test_a_quantized_model_needs_a_teacher_and_keeps_its_format():
+    quantize_model(model := dense_model(), NVFP4WeightOnlyConfig())
+    for options in ({}, {"teacher": dense_model(), "config": NVFP4Config()}):
+        with pytest.raises(ValueError, match="is quantized already: give the dense model as teacher="):
+            distill(model, batches(), steps=1, progress=False, **options)
+    trained(model, teacher=dense_model(), steps=2)
+    assert {each.activation_spec for each in weights_of(model).values()} == {None}
+
+
+def test_models_that_are_no_language_models():
+    """Any module that returns logits, with batches of any form, and a mask of the tokens that count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 48))
+    given, seen = [(torch.randn(8, 32),), torch.randn(2, 5, 32)], []
+    config = DistillConfig(base_config=NVFP4Config(), learning_rate=1e-3)
+    distill(model, given, config, filter_fn=lambda module, name: isinstance(module, nn.Linear), steps=40,
+            on_step=seen.append, progress=False)  # fmt: skip
+    assert seen[-1].loss < 0.8 * seen[0].loss
+    with pytest.raises(TypeError, match="hidden compares the hidden states of transformers"):
+        distill(nn.Sequential(nn.Linear(32, 32)), given, DistillConfig(hidden=1.0), progress=False)
