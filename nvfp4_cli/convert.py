@@ -69,6 +69,7 @@ class Written:
         bits_per_weight: stored bits per element of the quantized weights, scales included.
         source_bytes, bytes: sizes of the files of weights.
         budget: what was left dense for ``--bits``.
+        divergence: with ``--distill``, KL(dense || written) in nats per token, of the file that was read back.
         routed_tokens: how many tokens of ``--calibrate`` the router sent to each expert, by experts' module.
     """
 
@@ -85,6 +86,7 @@ class Written:
     seconds: float
     budget: Budget | None = None
     routed_tokens: Mapping[str, list[int]] | None = None
+    divergence: float | None = None
 
     @classmethod
     def of(
@@ -113,6 +115,10 @@ class Written:
             f"{fp8}{self.dense} tensors dense; {megabytes(self.source_bytes)} -> {megabytes(self.bytes)} in "
             f"{self.seconds:.1f} s"
         )
+        if self.divergence is not None:
+            text += (
+                f"\nread back, its logits diverge by {number(self.divergence, 2)} nats per token from the dense ones"
+            )
         if self.budget is None:
             return text
         from nvfp4_tensor.quantization.names import some

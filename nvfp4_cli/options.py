@@ -45,6 +45,15 @@ class Checkpoint(click.Path):
 
 
 CHECKPOINT = Checkpoint(exists=True, path_type=Path)
+
+
+class TextOrSelf(click.Path):
+    """A text file, or "self"."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value == "self" else super().convert(value, param, ctx)
+
+
 TEXT = click.Path(exists=True, dir_okay=False, path_type=Path)
 SEED = click.IntRange(-(2**63), 2**63 - 1)
 NEW = click.Path(path_type=Path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,8 @@ from nvfp4_cli.results import prints_to_stderr, show, writes
 FOUR_OVER_SIX, ERRORS = "--four-over-six", ("mse", "mae")
 WINDOW = 512
 """Tokens of the calibration text that see each other."""
+WINDOWS_PER_STEP = {"cuda": 32, "cpu": 4}
+"""Windows of the text that one step of --distill trains on."""
 
 
 class _Quantize(click.Command):
@@ -54,7 +58,15 @@ class _Quantize(click.Command):
     "--bits", type=options.Finite(4.5, 16, max_open=True),
     help="With --calibrate: leave the most sensitive linears dense, for this average over all linears.",
 )  # fmt: skip
-@click.option("--tokens", default=4096, show_default=True, type=click.IntRange(2), help="Tokens of TEXT to use.")
+@click.option(
+    "--distill", type=options.TextOrSelf(exists=True, dir_okay=False, path_type=Path), metavar="TEXT|self",
+    help="Train the quantized model on a text to give the dense model's logits; self: on text that the model writes.",
+)  # fmt: skip
+@click.option("--minutes", type=options.Finite(0, min_open=True), help="With --distill: of training; 10 by default.")
+@click.option(
+    "--tokens", type=click.IntRange(2),
+    help="Tokens of TEXT to use: 4096 by default; with --distill 10 million, or 65536 of the model's own.",
+)  # fmt: skip
 @click.option("--seed", default=0, show_default=True, type=options.SEED, help="Seed of stochastic rounding.")
 @options.of_format
 @options.quiet
@@ -73,6 +85,7 @@ def quantize(src: Path, dst: Path, to: str, json_: bool, **given: Any) -> None:
     nvfp4 quantize SmolLM2 SmolLM2-GPTQ --calibrate sample.txt --gptq
     nvfp4 quantize SmolLM2 SmolLM2-weighted --calibrate sample.txt --weighted
     nvfp4 quantize SmolLM2 SmolLM2-5-bits --calibrate sample.txt --bits 5 --w4a16 --four-over-six
+    nvfp4 quantize SmolLM2 SmolLM2-W4A4 --distill sample.txt --minutes 10
     nvfp4 quantize SmolLM2.Q4_K_M.gguf SmolLM2-NVFP4 --exclude "*.down_proj"
     """
     _check_together(**given)
@@ -84,9 +97,13 @@ def quantize(src: Path, dst: Path, to: str, json_: bool, **given: Any) -> None:
 
 def _check_together(
     *, calibrate: Path | None, gptq: bool, weighted: bool, bits: float | None, w4a16: bool, four_over_six: str | None,
-    scale_search: bool, round_mode: str, **others: Any,
+    scale_search: bool, round_mode: str, distill: Path | str | None, minutes: float | None, **others: Any,
 ) -> None:  # fmt: skip
     wrong = {
+        f"--distill rounds to nearest: leave out --round-mode {round_mode}": distill and round_mode != "rne",
+        "--distill finds scales and weights itself: leave out --calibrate, --gptq, --weighted and --bits":
+            distill and (calibrate or gptq or weighted or bits),
+        "--minutes is the time of --distill TEXT: give that too": minutes and not distill,
         f"--gptq rounds to nearest: leave out --round-mode {round_mode}": gptq and round_mode != "rne",
         "--scale-search has the choices of --four-over-six and more: give one of them": scale_search and four_over_six,
         "--gptq needs sample text: give --calibrate TEXT too": gptq and not calibrate,
@@ -105,7 +122,8 @@ def _check_together(
 def run(
     src: Path, dst: Path, *, to: str, round_mode: str, four_over_six: str | None, scale_search: bool, w4a16: bool,
     exclude: Sequence[str], include: Sequence[str], head: bool, calibrate: Path | None, gptq: bool, weighted: bool,
-    bits: float | None, tokens: int, seed: int, progress: bool, of_format: Mapping[str, Any],
+    bits: float | None, distill: Path | str | None, minutes: float | None, tokens: int | None, seed: int,
+    progress: bool, of_format: Mapping[str, Any],
 ) -> Written:  # fmt: skip
     """Quantize ``src`` into ``dst``; the arguments are the options of the command."""
     from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
@@ -114,18 +132,35 @@ def run(
     from nvfp4_tensor.checkpoints.models import fitting
     from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer, read_tokens, untie_head, windows_of
     from nvfp4_tensor.quantization.observed_experts import routed_tokens
+    from nvfp4_tensor.testing.model_quality import compare_models
 
     how: dict[str, Any] = {"round_mode": round_mode, "four_over_six": four_over_six, "scale_search": scale_search}
     spec = QuantizeSpec(**how)
     given: dict[str, Any] = {"weight_spec": spec, "seed": seed if spec.is_stochastic else None}
     start = time.perf_counter()
     amax = budget = routed = None
+    if distill is not None:
+        check_is_new(dst, is_file=format_named(to).is_file)
+        source = checkpoints.read(src)
+        fitting.check_scales_fit(source, to, of_format)
+        model = open_model(src, progress=progress)
+        included = (*include, untie_head(model)) if head else include
+        chosen = fitting.Chosen(model, exclude, included, to)
+        batches = training_batches(model, distill, src, tokens)
+        state = dst.with_name(f"{dst.name}.distill")  # from which an interrupted run resumes
+        fitting.fit_by_distillation(
+            model, batches, spec, chosen, w4a16=w4a16, minutes=minutes or 10.0, folder=state, progress=progress
+        )
+        fitting.write_fitted(source, model, dst, to=to, head=head, progress=progress, **of_format)
+        shutil.rmtree(state)
+        read = compare_models(open_model(src), open_model(dst, src), batches[0].cpu().flatten(), progress=progress)
+        return dataclasses.replace(Written.of(src, dst, time.perf_counter() - start), divergence=read.divergence)
     if calibrate is not None:
         check_is_new(dst, is_file=format_named(to).is_file)  # before minutes of calibration
         source = checkpoints.read(src)
         if gptq or weighted:
             fitting.check_scales_fit(source, to, of_format)
-        batches = windows_of(read_tokens(calibrate, open_tokenizer(src), tokens), WINDOW)
+        batches = windows_of(read_tokens(calibrate, open_tokenizer(src), tokens or 4096), WINDOW)
         model = open_model(src, progress=progress)
         included = (*include, untie_head(model)) if head else include
         chosen = fitting.Chosen(model, exclude, included, to)
@@ -148,3 +183,20 @@ def run(
         progress=progress, **of_format,
     )  # fmt: skip
     return Written.of(src, dst, time.perf_counter() - start, budget, routed)
+
+
+def training_batches(model: Any, text: Path | str, src: Path, tokens: int | None) -> list[Any]:
+    """Return windows of a text, or of one that the model writes, some at a time, and move the model to a GPU."""
+    import torch
+
+    from nvfp4_tensor.checkpoints.models.opening import open_tokenizer, read_tokens, windows_of
+    from nvfp4_tensor.quantization import generate_calibration_text
+
+    on_gpu = torch.cuda.is_available()
+    model.to("cuda" if on_gpu else "cpu")
+    if text == "self":
+        windows = generate_calibration_text(model, tokens or 1 << 16, window=WINDOW)
+    else:
+        windows = windows_of(read_tokens(Path(text), open_tokenizer(src), tokens or 10_000_000), WINDOW)
+    full = [window.to(model.device) for window in windows if window.shape[1] == windows[0].shape[1]]
+    return list(torch.cat(full).split(WINDOWS_PER_STEP["cuda" if on_gpu else "cpu"]))

@@ -118,3 +118,22 @@ def test_a_budget_leaves_dense_what_costs_most(how, dense, text, tmp_path, run):
     assert all(c["elements"] * 11.4 > room for c in costs if not c["dense"])
     if how == ["--w4a16"]:
         assert "left dense: model.layers" in run("quantize", dense, tmp_path / "said", *given)
+
+
+@pytest.mark.parametrize("source, flags", [("sample", []), ("self", ["--w4a16", "--head"])])
+def test_distill_writes_what_it_trained(source, flags, dense, text, tmp_path, run):
+    given = ["--distill", text if source == "sample" else "self", "--minutes", 0.02, "--tokens", 128, *flags]
+    said = run("quantize", dense, tmp_path / "q", *given, "--to", "compressed-tensors", "--json")
+    assert (said["quantized"], said["w4a4"]) == (14 + (flags != []), flags == [])
+    assert [each.name for each in tmp_path.iterdir()] == ["q"]  # the state of the run is gone
+    if source == "sample":
+        again = run("compare", dense, tmp_path / "q", "--text", text, "--tokens", 128, "--json")
+        assert said["divergence"] == pytest.approx(again["quality"]["divergence"], rel=1e-6)
+    assert 0 < said["divergence"] < 0.1
+    folder, none = tmp_path / "none", ["--distill", text]
+    for more, why in {
+        ("--gptq",): "leave out --calibrate, --gptq",
+        ("--round-mode", "zero"): "rounds to nearest",
+    }.items():
+        assert why in run("quantize", dense, folder, *none, *more, status=2)
+    assert "is the time of --distill" in run("quantize", dense, folder, "--minutes", 1, status=2)

@@ -28,6 +28,7 @@ from nvfp4_tensor.quantization.experts import expert_weights
 from nvfp4_tensor.quantization.names import joined_with, some
 from nvfp4_tensor.quantization.observed_experts import finish, observed_weights, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import InputStatistics
+from nvfp4_tensor.training import DistillConfig, distill
 
 
 class Chosen:
@@ -133,6 +134,16 @@ def fit_by_scale_search(
     config = NVFP4WeightOnlyConfig(weight_spec=spec, seed=config.seed, weighted=True, experts=True)
     linears = list(chosen.linears.values())
     quantize_by_inputs(model, _inputs(batches), config, linears, chosen.experts, progress=progress)
+
+
+def fit_by_distillation(
+    model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, chosen: Chosen, *, w4a16: bool, minutes: float,
+    folder: Path, progress: bool = True,
+) -> None:  # fmt: skip
+    """Quantize a model in place, to W4A16 or to W4A4 with static scales, and train it to give the dense logits."""
+    base = (NVFP4WeightOnlyConfig if w4a16 else NVFP4Config)(weight_spec=spec)
+    config = DistillConfig(base_config=base, static=not w4a16)
+    distill(model, _inputs(batches), config, minutes=minutes, filter_fn=chosen, folder=folder, progress=progress)
 
 
 def check_scales_fit(source: Checkpoint, to: str, options: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import math
 import sys
@@ -20,11 +21,10 @@ from tqdm import tqdm
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode
 from nvfp4_tensor.quantization.calibration import calibrate
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.experts import names_of_experts
 from nvfp4_tensor.quantization.linear import shared_parameters
 from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored, to_dense
-from nvfp4_tensor.quantization.whole_model import quantize_model
+from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model, quantize_model
 from nvfp4_tensor.training.distillation.config import DistillConfig, Trains
 from nvfp4_tensor.training.distillation.divergence import divergence
 from nvfp4_tensor.training.distillation.masters import CodedMasters, Masters, is_coded, joined_linears
@@ -156,10 +156,14 @@ def _quantize(model: nn.Module, batches: Sequence[Any], config: DistillConfig, f
     if not config.static:
         quantize_model(model, base, filter_fn)
         return
-    base = copy.copy(base)
-    base.experts = bool(names_of_experts(model)) if base.experts is None else base.experts
+    chosen = PlannedFilter(model, plan_model(model, filter_fn))
+    if base.experts is None:
+        base = dataclasses.replace(base, experts=bool(chosen.experts))
+    linears = set(chosen.linears)
     with in_eval_mode(model):
-        calibrate(model, batches[:MEASURED_BATCHES], base, filter_fn=filter_fn, progress=False)
+        calibrate(
+            model, batches[:MEASURED_BATCHES], base, filter_fn=lambda module, name: module in linears, progress=False
+        )
 
 
 @contextlib.contextmanager
