@@ -48,23 +48,34 @@ class Masters:
     ) -> None:
         self.parameters = dict(parameters)
         coded = {name: local_of(each.detach()) for name, each in self.parameters.items() if is_coded(each)}
-        self._amax = {
+        scales = {
             name: w.per_tensor_scale * w.spec.largest_value  # type: ignore[attr-defined]
             for name, w in coded.items()
             if w.dim() == 2 and not w.per_tensor_scale.dim()  # type: ignore[attr-defined]
         }
-        self._groups = [group for group in groups if all(name in self._amax for name in group)]
-        joined = {name for group in self._groups for name in group}
-        self._groups += [[name] for name in self._amax if name not in joined]
+        self._scaled = list(scales)
+        self._amax_of: dict[str, Tensor] = {}
+        first = {name: group[0] for group in groups for name in group if all(each in scales for each in group)}
+        leaders = [self._scaled.index(first.get(name, name)) for name in self._scaled]
+        if scales:
+            device = scales[self._scaled[0]].device
+            self._leaders = torch.tensor(leaders, device=device)
+            self._set_amax(torch.stack([each.to(device) for each in scales.values()]))
         self.values = {name: nn.Parameter(self._begin(name, dense.get(name))) for name in self.parameters}
+
+    def _set_amax(self, amax: Tensor) -> None:
+        """Set the largest magnitudes that the per-tensor scales of linears allow, float32 (linears,)."""
+        self._amax = amax
+        self._amax_of = dict(zip(self._scaled, amax.unbind(), strict=True))
 
     def _begin(self, name: str, dense: Tensor | None) -> Tensor:
         """Return the float32 values from which a parameter begins: dense ones that round to it, else its own."""
         own = local_of(self.parameters[name].detach())
         if not isinstance(own, NVFP4Tensor):
             return own.float().clone()
-        if dense is not None and not isinstance(local_of(dense.detach()), NVFP4Tensor) and dense.shape == own.shape:
-            values = local_of(dense.detach()).to(own.device, torch.float32, copy=True)
+        exact = None if dense is None else local_of(dense.detach())
+        if exact is not None and not isinstance(exact, NVFP4Tensor) and exact.shape == own.shape:
+            values = exact.to(own.device, torch.float32, copy=True)
             if torch.equal(self._quantized(name, own, values).qdata, own.qdata):
                 return values
         if own.spec.hadamard_sign is not None:
@@ -72,7 +83,7 @@ class Masters:
         return own.dequantize(torch.float32)
 
     def _quantized(self, name: str, own: NVFP4Tensor, values: Tensor) -> NVFP4Tensor:
-        amax = {"amax": self._amax[name]} if name in self._amax else {}
+        amax = {"amax": self._amax_of[name]} if name in self._amax_of else {}
         return requantize(own, values, own.spec, **amax)
 
     @torch.no_grad()
@@ -96,31 +107,28 @@ class Masters:
 
     def _fit_scales(self) -> None:
         """Double the per-tensor scales that an element has outgrown, on all ranks alike."""
-        if not self._amax:
+        if not self._scaled:
             return
-        names = list(self._amax)
-        values = [
-            each if each.numel() else each.new_zeros(1) for each in (self.values[name].detach() for name in names)
-        ]
-        largest = torch.stack(torch._foreach_norm(values, math.inf))
-        if isinstance(self.parameters[names[0]], DTensor):
+        values = (self.values[name].detach() for name in self._scaled)
+        norms = torch._foreach_norm([each if each.numel() else each.new_zeros(1) for each in values], math.inf)
+        largest = torch.stack([each.to(self._amax.device) for each in norms])
+        if isinstance(self.parameters[self._scaled[0]], DTensor):
             dist.all_reduce(largest, dist.ReduceOp.MAX)
-        index = {name: i for i, name in enumerate(names)}
-        for group in self._groups:
-            amax = self._amax[group[0]]
-            outgrown = largest[[index[name] for name in group]].amax() > amax
-            self._amax.update(dict.fromkeys(group, torch.where(outgrown, 2 * amax, amax)))
+        of_group = torch.zeros_like(largest).scatter_reduce_(0, self._leaders, largest, "amax")[self._leaders]
+        self._set_amax(torch.where(of_group > self._amax, 2 * self._amax, self._amax))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`load_state_dict` takes."""
-        return {"values": {name: local_of(each.detach()) for name, each in self.values.items()}, "amax": self._amax}
+        values = {name: local_of(each.detach()) for name, each in self.values.items()}
+        return {"values": values, "amax": self._amax if self._scaled else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, and write it into the model."""
         for name, value in state["values"].items():
             self.values[name].data.copy_(value)
-        self._amax = {name: amax.to(self.values[name].device) for name, amax in state["amax"].items()}
-        Masters.write(self)
+        if self._scaled:
+            self._set_amax(state["amax"].to(self._amax.device))
+        self.write()
 
 
 class CodedMasters(Masters):
@@ -133,7 +141,8 @@ class CodedMasters(Masters):
     ) -> None:
         super().__init__(parameters, dense, groups)
         # Room for scales to grow, alike in linears that share one; the optimizer then need not make it for each.
-        self._amax = {name: _HEADROOM * amax for name, amax in self._amax.items()}
+        if self._scaled:
+            self._set_amax(_HEADROOM * self._amax)
         self.write()
         self.values = self.parameters
 

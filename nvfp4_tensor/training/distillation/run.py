@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
@@ -114,6 +115,7 @@ def distill(
     batches = list(batches)
     if not batches:
         raise ValueError("distill needs inputs of the model: give at least one batch")
+    _reshard(model)
     length = _length(steps, minutes, -(-len(batches) // config.batches_per_step))
     coded = any(is_coded(each) for each in model.parameters())
     if coded and (teacher is None or config.base_config is not None or config.static):
@@ -131,6 +133,13 @@ def distill(
             run = _Run(model, teacher, parameters, batches, config, None if folder is None else Path(folder))
             run.train(length, math.inf if minutes is None else 60 * minutes, on_step, progress)
     return model
+
+
+def _reshard(model: nn.Module) -> None:
+    """Let a model have its shards as parameters: FSDP2 leaves the last ones gathered after a forward alone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _length(steps: int | None, minutes: float | None, one_pass: int) -> float:
@@ -352,13 +361,15 @@ class _Run:
     @torch.no_grad()
     def measure(self) -> float:
         """Return the mean loss of the first batches."""
-        return torch.stack([self.loss(batch) for batch in self.batches[:MEASURED_BATCHES]]).mean().item()
+        loss: float = torch.stack([self.loss(batch) for batch in self.batches[:MEASURED_BATCHES]]).mean().item()
+        _reshard(self.model)
+        return loss
 
     def _reload(self) -> float:
         """Return the loss of the model with the weights of its state dict, after a round trip through a file."""
         for parameter in self.masters.parameters.values():
             parameter.requires_grad_(False)
-        if not any(isinstance(each, DTensor) for each in self.model.parameters()):
+        if not any(isinstance(each, DTensor) for each in self.masters.parameters.values()):
             file = io.BytesIO()
             torch.save(self.model.state_dict(), file)
             file.seek(0)
