@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @click.option("--text", type=TEXT, metavar="FILE", help="Run both on it: perplexity, KL of the logits, errors.")
 @click.option("--tokens", default=4096, show_default=True, type=click.IntRange(2), help="Tokens of the text to use.")
 @click.option("--window", default=512, show_default=True, type=click.IntRange(2), help="Tokens that see each other.")
+@click.option("--batch", default=1, show_default=True, type=click.IntRange(1), help="Windows that run at a time.")
 @click.option(
     "--sweep", default=0, metavar="N", type=click.IntRange(0, 64),
     help="With --text: perplexity with the most sensitive linears of B left as in A, at N points.",
@@ -54,32 +55,35 @@ def compare(
         from nvfp4_tensor.checkpoints import comparison
 
         found = comparison.compare(a, b, worst=worst, progress=progress)
-        quality = None if text is None else _run_models(a, b, text, progress=progress, **given)
+        quality, tokenizer = (None, "") if text is None else _run_models(a, b, text, progress=progress, **given)
         if html is not None:
             from nvfp4_cli.report import write_comparison
 
             write_comparison(html, a, b, found, HEAD, list(map(_cells, found.changed)), text, quality)
     if json_:
-        of_text = None if quality is None else {"text": text, **plain(quality)}
+        of_text = None if quality is None else {"text": text, "tokenizer": tokenizer, **plain(quality)}
         rows: dict[str, Any] = {"layers": [], "worst": []} if summary else {}
         show({"a": a, "b": b, "bytes": (size_of(a), size_of(b)), **plain(found), **rows, "quality": of_text}, json_)
     else:
-        lines = _summary(found) + (_quality_lines(text, quality) if text and quality else [])
+        lines = _summary(found) + (_quality_lines(text, tokenizer, quality) if text and quality else [])
         show("\n".join(lines if summary else [*lines, *_rows(found)]), json_)
 
 
 def _run_models(
-    a: Path, b: Path, text: Path, *, tokens: int, window: int, sweep: int, config_from: Path | None, progress: bool
-) -> Quality:
+    a: Path, b: Path, text: Path, *, tokens: int, config_from: Path | None, progress: bool, **given: int
+) -> tuple[Quality, str]:
+    """Return what both models say of a text, and whose tokenizer has read it."""
     from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer, read_tokens
     from nvfp4_tensor.testing.model_quality import compare_models
 
-    ids = read_tokens(text, open_tokenizer(config_from, a, b), tokens)
+    tokenizer = open_tokenizer(config_from, a, b)
+    ids = read_tokens(text, tokenizer, tokens)
     model_a = open_model(a, config_from, progress=progress)
     if config_from is None and b.suffix == ".safetensors":  # a single file has no configuration
         config_from = a
     model_b = open_model(b, config_from, progress=progress)
-    return compare_models(model_a, model_b, ids, window=window, sweep=sweep, progress=progress)
+    quality = compare_models(model_a, model_b, ids, progress=progress, **given)
+    return quality, f"{tokenizer.name_or_path}, {len(tokenizer)} tokens"
 
 
 HEAD = ("tensor", "a / b", "bits of b", "error", "SNR dB", "largest", "clipped", "not finite")
@@ -110,11 +114,12 @@ def _rows(found: Comparison) -> list[str]:
     return lines
 
 
-def _quality_lines(text: Path, quality: Quality) -> list[str]:
+def _quality_lines(text: Path, tokenizer: str, quality: Quality) -> list[str]:
     before, after = quality.perplexity
     lines = [
-        f"{text.name}, {quality.tokens} tokens: perplexity {before:.3f} -> {after:.3f}, "
-        f"KL {number(quality.divergence)} nats, the same most likely token at {quality.agreement:.1%}"
+        f"{text.name}, {quality.tokens} tokens in {quality.windows} windows: perplexity {before:.3f} -> {after:.3f}, "
+        f"KL {number(quality.divergence)} nats, the same most likely token at {quality.agreement:.1%}",
+        f"tokenizer: {tokenizer}",
     ]
     if quality.outputs:
         lines.append("leave dense first, by the squared error that each bit removes (error of the output):")

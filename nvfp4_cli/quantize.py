@@ -194,9 +194,8 @@ def training_batches(model: Any, text: Path | str, src: Path, tokens: int | None
 
     on_gpu = torch.cuda.is_available()
     model.to("cuda" if on_gpu else "cpu")
+    count = WINDOWS_PER_STEP["cuda" if on_gpu else "cpu"]
     if text == "self":
-        windows = generate_calibration_text(model, tokens or 1 << 16, window=WINDOW)
-    else:
-        windows = windows_of(read_tokens(Path(text), open_tokenizer(src), tokens or 10_000_000), WINDOW)
-    full = [window.to(model.device) for window in windows if window.shape[1] == windows[0].shape[1]]
-    return list(torch.cat(full).split(WINDOWS_PER_STEP["cuda" if on_gpu else "cpu"]))
+        return list(torch.cat(generate_calibration_text(model, tokens or 1 << 16, window=WINDOW)).split(count))
+    ids = read_tokens(Path(text), open_tokenizer(src), tokens or 10_000_000)
+    return windows_of(ids.to(model.device), WINDOW, count)

@@ -50,6 +50,7 @@ class Quality:
 
     Attributes:
         perplexity: the perplexities of a and of b.
+        windows: the number of windows of tokens that see each other.
         divergence: the mean of KL(a || b) over the tokens, in nats.
         agreement: the share of tokens after which both models predict the same token.
         outputs: the linears that are NVFP4 in b, in the order in which to keep them dense. Linears that inference
@@ -58,6 +59,7 @@ class Quality:
     """
 
     tokens: int
+    windows: int
     perplexity: tuple[float, float]
     divergence: float
     agreement: float
@@ -66,35 +68,39 @@ class Quality:
 
 
 def compare_models(
-    a: nn.Module, b: nn.Module, tokens: Tensor, *, window: int = 512, sweep: int = 0, progress: bool = True
-) -> Quality:
+    a: nn.Module, b: nn.Module, tokens: Tensor, *, window: int = 512, batch: int = 1, sweep: int = 0,
+    progress: bool = True,
+) -> Quality:  # fmt: skip
     """Compare two models of one architecture on tokens (count,), which are split into independent windows.
 
     Args:
+        batch: windows that run at a time. In W4A4 without static scales, they share the scales of activations.
         sweep: the number of points at which to measure perplexity with the most sensitive linears of b replaced by
             those of a. If it is not 0, all quantized linears of b are replaced afterwards.
     """
-    windows = windows_of(tokens, window)
-    with tqdm(total=len(windows) * (1 + sweep), desc="running", unit="window", disable=not progress) as bar:
+    windows = windows_of(tokens, window, batch)
+    with tqdm(total=len(windows) * (1 + sweep), desc="running", unit="batch", disable=not progress) as bar:
         totals, outputs = _run(a, b, windows, bar.update)
-        measure = functools.partial(perplexity, b, tokens, window, bar.update)
+        measure = functools.partial(perplexity, b, tokens, window, bar.update, batch)
         points = _sweep(a, b, outputs, sweep, totals.perplexities()[1], measure)
     return Quality(
-        sum(each.numel() for each in windows), totals.perplexities(), totals.divergence / totals.predicted,
-        totals.agreeing / totals.predicted, tuple(outputs), tuple(points),
+        sum(each.numel() for each in windows), sum(map(len, windows)), totals.perplexities(),
+        totals.divergence / totals.predicted, totals.agreeing / totals.predicted, tuple(outputs), tuple(points),
     )  # fmt: skip
 
 
 @torch.no_grad()
-def perplexity(model: nn.Module, tokens: Tensor, window: int, tick: Callable[[], object] = lambda: None) -> float:
+def perplexity(
+    model: nn.Module, tokens: Tensor, window: int, tick: Callable[[], object] = lambda: None, batch: int = 1
+) -> float:
     """Return exp of the mean negative log likelihood of tokens (count,), which are split into independent windows.
 
-    The first token of each window is not predicted. ``tick`` is called after each window.
+    The first token of each window is not predicted. ``tick`` is called after each batch of windows.
     """
     total, predicted = 0.0, 0
-    for ids in windows_of(tokens, window):
-        total += cross_entropy(_logits(model, ids), ids[0, 1:], reduction="sum").item()
-        predicted += ids.numel() - 1
+    for ids in windows_of(tokens, window, batch):
+        total += cross_entropy(_logits(model, ids), ids[:, 1:].flatten(), reduction="sum").item()
+        predicted += ids[:, 1:].numel()
         tick()
     return math.exp(total / predicted)
 
@@ -130,7 +136,7 @@ def _run(
     with _watch_outputs(a, b) as outputs:
         for ids in windows:
             logits_a = _logits(a, ids)
-            totals.add(logits_a, _logits(b, ids), ids[0, 1:])
+            totals.add(logits_a, _logits(b, ids), ids[:, 1:].flatten())
             tick()
     found = []
     for name, (error, signal) in outputs.items():
@@ -154,9 +160,9 @@ def _gain(group: Sequence[Output]) -> float:
 
 
 def _logits(model: nn.Module, ids: Tensor) -> Tensor:
-    """Logits that predict the tokens after the first: (tokens - 1, vocabulary), float32."""
+    """Logits that predict the tokens after the first of each window: (tokens, vocabulary), float32."""
     logits: Tensor = model(ids, use_cache=False).logits
-    return logits[0, :-1].float()
+    return logits[:, :-1].flatten(0, 1).float()
 
 
 @contextmanager

@@ -50,7 +50,8 @@ def test_other_models_are_refused(dense, tmp_path):
 def test_compare_runs_both_over_a_text(dense, quantized, text, run):
     said = run("compare", dense, quantized, "--text", text, "--tokens", 96, "--window", 32, "--sweep", 2, "--json")
     quality = said["quality"]
-    assert quality["tokens"] == 96 and quality["divergence"] > 0 and 0 < quality["agreement"] <= 1
+    assert (quality["tokens"], quality["windows"]) == (96, 3) and quality["tokenizer"] == f"{dense}, 311 tokens"
+    assert quality["divergence"] > 0 and 0 < quality["agreement"] <= 1
     assert len(quality["outputs"]) == 14 and all(0 < output["relative"] < 0.5 for output in quality["outputs"])
     names = [output["name"].rpartition(".")[2] for output in quality["outputs"]]
     for first in ("q_proj", "gate_proj"):  # what servers join stands together
@@ -60,6 +61,11 @@ def test_compare_runs_both_over_a_text(dense, quantized, text, run):
     assert (none["dense_layers"], everything["dense_layers"]) == (0, 14)
     assert none["perplexity"] == quality["perplexity"][1]
     assert everything["perplexity"] == pytest.approx(quality["perplexity"][0]) and everything["bits"] == 16
+    given = ["--text", text, "--tokens", 97, "--window", 32, "--summary"]
+    one, two = (run("compare", dense, quantized, *given, "--batch", batch, "--json")["quality"] for batch in (1, 2))
+    assert (two["windows"], two["divergence"]) == (3, pytest.approx(one["divergence"], rel=0.01))
+    assert two["perplexity"] == pytest.approx(one["perplexity"], rel=1e-3)
+    assert f"tokenizer: {dense}, 311 tokens\n" in run("compare", dense, quantized, *given)
     same = run("compare", dense, dense, "--text", text, "--tokens", 96, "--json")["quality"]
     assert same["divergence"] == pytest.approx(0, abs=1e-7) and same["agreement"] == 1
 

@@ -97,6 +97,7 @@ def open_tokenizer(*paths: Path | None) -> Any:
             with opened:
                 tokenizer = tokenizer_of(path, opened.fields)
             if tokenizer is not None:
+                tokenizer.name_or_path = str(path)  # as from_pretrained sets it
                 return tokenizer
     raise ValueError(f"no tokenizer in {', '.join(map(str, given))}: pass config_from=PATH with one")
 
@@ -118,6 +119,11 @@ def read_tokens(text: Path, tokenizer: Any, count: int) -> Tensor:
     return ids
 
 
-def windows_of(tokens: Tensor, window: int) -> list[Tensor]:
-    """Split tokens (count,) into windows (1, window). The last one may be shorter; a single last token is dropped."""
-    return [ids.unsqueeze(0) for ids in tokens.split(window) if len(ids) > 1]
+def windows_of(tokens: Tensor, window: int, batch: int = 1) -> list[Tensor]:
+    """Split tokens (count,) into windows, some at a time: (batch, window), the last full ones with fewer rows.
+
+    What is left is a shorter window (1, ...), but a single last token is dropped.
+    """
+    full = len(tokens) // window * window
+    batches = list(tokens[:full].view(-1, window).split(batch)) if full else []
+    return [*batches, tokens[full:].unsqueeze(0)] if len(tokens) - full > 1 else batches
