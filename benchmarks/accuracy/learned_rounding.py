@@ -10,6 +10,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor.dispatch import straight_through
+from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.distillation import run
 from nvfp4_tensor.training.distillation.masters import Masters
@@ -66,13 +68,29 @@ class SignSGD(torch.optim.Optimizer):
                     each.sub_(each.grad.sign(), alpha=group["lr"])
 
 
+def _product_of_codes(ctx: Any, a: Tensor, b: NVFP4Tensor, bias: Tensor | None, offs: Tensor | None) -> Tensor:
+    """The forward of a W4A4 product whose gradient of the weight reads the quantized activations."""
+    with torch.no_grad():
+        rounded = fake_quantize(a, b.activation_spec, amax=b.activation_amax)
+    ctx.save_for_backward(rounded, b, offs)
+    ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+    return straight_through._matmul(a, b, offs) if bias is None else torch.addmm(bias, a, b)
+
+
 @contextlib.contextmanager
-def instead(bound: str | None, optimizer: str | None) -> Iterator[None]:
-    """Let :func:`distill` learn offsets within ``bound`` steps, if it is given, and use the optimizer "sign"."""
+def instead(bound: str | None, optimizer: str | None, inputs: str | None) -> Iterator[None]:
+    """Let :func:`distill` learn offsets within ``bound`` steps, if it is given, and use the optimizer "sign".
+
+    inputs: "quantized" for gradients of weights by quantized activations.
+    """
     with contextlib.ExitStack() as stack:
         if bound is not None:
             kind = type("BoundOffsets", (Offsets,), {"bound": float(bound)})
             stack.enter_context(mock.patch.object(run, "Masters", kind))
+        if inputs == "quantized":
+            stack.enter_context(
+                mock.patch.object(straight_through._Product, "forward", staticmethod(_product_of_codes))
+            )
         if optimizer == "sign":
             stack.enter_context(mock.patch.object(torch.optim, "AdamW", SignSGD))
         yield

@@ -80,6 +80,18 @@ def test_adapters_alone_train_under_autocast(quantized):
     assert changed == adapters and {n for n, each in model.named_parameters() if each.requires_grad} == adapters
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("static", [False, True])
+def test_on_a_gpu(static, capfd):
+    """The loss falls, and is that of the reloaded model to the digits that are printed."""
+    given = [ids.cuda() for ids in batches()]
+    model = distill(dense_model().cuda(), given, dataclasses.replace(CONFIG, static=static), steps=40)
+    words = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("loss ")).split()
+    before, after, reloaded = (float(words[i]) for i in (1, 4, 8))
+    assert after == reloaded < 0.8 * before
+    assert {each.device.type for each in weights_of(model).values()} == {"cuda"}
+
+
 def test_a_float32_model_and_minutes(capfd):
     """A run ends by time too, and its learning rate falls to 0 by it."""
     seen, model = [], dense_model(dtype=torch.float32)
