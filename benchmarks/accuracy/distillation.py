@@ -328,7 +328,11 @@ def main() -> None:
     print(f"{time.perf_counter() - options.start:.0f} s: ready, {len(batches)} batches", flush=True)
     path, rows = result_path(device, "distillation", options.out), []
     for row in options.rows:
-        rows.append(run_row(row, dense, batches, evaluation, options))
+        try:
+            rows.append(run_row(row, dense, batches, evaluation, options))
+        except KeyboardInterrupt:
+            print(f"{row} stopped: the same command goes on with {options.folder}")
+            return
         text = report(rows)
         save(path, record(device, tokens=options.tokens, minutes=options.minutes, rows=rows), text)
     print(report(rows))
