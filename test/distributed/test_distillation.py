@@ -33,7 +33,7 @@ def whole(parameter):
 @pytest.mark.parametrize("nvfp4_masters", [False, True])
 def test_shards_train_the_codes_of_one_rank(nvfp4_masters, tmp_path):
     """Rate 0.02 makes elements outgrow their scales, on which ranks agree. A run that stops goes on."""
-    batches = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
+    batches = list(torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)))
     every = {"filter_fn": lambda module, name: isinstance(module, nn.Linear)}
     dense, alone, sharded = make(), make(), make()
     for model in (alone, sharded):
@@ -44,7 +44,7 @@ def test_shards_train_the_codes_of_one_rank(nvfp4_masters, tmp_path):
     distill(alone, batches, DistillConfig(batches_per_step=2, **shared), teacher=teacher, steps=6, progress=False)
     for model in (sharded, teacher):
         fully_shard(model, mesh=mesh_of_all())
-    own, config = batches[dist.get_rank()][None], DistillConfig(**shared)
+    own, config = [batches[dist.get_rank()]], DistillConfig(**shared)
 
     def stop(progress):
         if progress.step == 3:

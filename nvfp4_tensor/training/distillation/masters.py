@@ -74,9 +74,10 @@ class Masters:
         if not isinstance(own, NVFP4Tensor):
             return own.float().clone()
         exact = None if dense is None else local_of(dense.detach())
-        if exact is not None and not isinstance(exact, NVFP4Tensor) and exact.shape == own.shape:
-            values = exact.to(own.device, torch.float32, copy=True)
-            if torch.equal(self._quantized(name, own, values).qdata, own.qdata):
+        forms = () if exact is None or isinstance(exact, NVFP4Tensor) else (exact, exact.mT)  # Conv1D's is (K, N)
+        for form in forms:
+            values = form.to(own.device, torch.float32, copy=True).contiguous()
+            if values.shape == own.shape and torch.equal(self._quantized(name, own, values).qdata, own.qdata):
                 return values
         if own.spec.hadamard_sign is not None:
             raise ValueError(f"{name} has a Hadamard transform, and not the codes of the teacher's weight: give both")

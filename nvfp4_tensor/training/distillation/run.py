@@ -100,7 +100,7 @@ def distill(
     batches and ``steps``. An error leaves a sharded model partly trained; any other model is restored.
 
     Raises:
-        TypeError: config or what the model returns has another type.
+        TypeError: config, batches or what the model returns has another type.
         ValueError: no batches, a quantized model without a teacher, nothing to train, or a folder of another run.
         RuntimeError: the loss is not finite.
 
@@ -112,6 +112,8 @@ def distill(
     """
     if not isinstance(config, DistillConfig):
         config = DistillConfig(base_config=config)
+    if isinstance(batches, Tensor | Mapping):
+        raise TypeError(f"batches must be an iterable of batches, not one {type(batches).__name__}: pass [batch]")
     batches = list(batches)
     if not batches:
         raise ValueError("distill needs inputs of the model: give at least one batch")
@@ -333,10 +335,8 @@ class _Run:
     def _batch(self, index: int) -> Any:
         """Return the batch of an index: each pass over the batches has an order of its own."""
         turn, place = divmod(index, len(self.batches))
-        if getattr(self, "_order", (None, ()))[0] != turn:
-            generator = torch.Generator().manual_seed(self.config.seed + turn)
-            self._order = turn, torch.randperm(len(self.batches), generator=generator).tolist()
-        return self.batches[self._order[1][place]]
+        generator = torch.Generator().manual_seed(self.config.seed + turn)
+        return self.batches[int(torch.randperm(len(self.batches), generator=generator)[place])]
 
     # --- the loss ---
 

@@ -141,6 +141,7 @@ def test_refused_configs(arguments, error, message):
     "given, options, error, message",
     [
         ([], {}, ValueError, "give at least one batch"),
+        (batches(1)[0], {}, TypeError, r"not one Tensor: pass \[batch\]"),
         (None, {"steps": 0}, ValueError, "steps is a whole number"),
         (None, {"minutes": 0}, ValueError, "minutes must be above 0"),
         (None, {"config": DistillConfig(trains="adapters")}, ValueError, "nothing to train: LlamaForCausalLM has no"),
