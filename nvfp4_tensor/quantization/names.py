@@ -64,9 +64,10 @@ def groups_of(chosen: Iterable[str], linears: Iterable[str]) -> dict[str, tuple[
     The layer that an adapter wraps (``q_proj.base_layer``) is joined under the adapter's name.
     """
     names = {_without_adapter(name): name for name in linears}
-    own = {_without_adapter(name) for name in chosen}
+    ordered = [_without_adapter(name) for name in chosen]
+    own = set(ordered)
     groups: dict[str, tuple[str, ...]] = {}
-    for name in own:
+    for name in ordered:  # the order of the model, which all ranks have
         if names[name] in groups:  # found with another weight of the group
             continue
         group = joined_with(name, names)

@@ -164,7 +164,7 @@ class Quantize(ConversionOps):
             return {}
         return self._quantized(model, {each: self.waiting.pop(each) for each in group})
 
-    def _quantized(self, model: PreTrainedModel, group: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _quantized(self, model: nn.Module, group: dict[str, Tensor]) -> dict[str, Tensor]:
         """Quantize weights with their common amax. Each expert has its own amax, common to its gate and up."""
         config, amax = self.config.config, None
         quantized: dict[str, Tensor] = {}

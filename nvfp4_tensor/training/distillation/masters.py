@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nvfp4_tensor.quantization.conv1d import is_linear
-from nvfp4_tensor.quantization.names import group_of
+from nvfp4_tensor.quantization.names import groups_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
 from nvfp4_tensor.training.weights.adamw import NVFP4AdamW
@@ -170,7 +170,7 @@ def joined_linears(model: nn.Module, coded: Mapping[str, Tensor]) -> Iterator[tu
     """Yield the names of linears in NVFP4 that servers join, and that share a per-tensor scale."""
     linears = {f"{path}.weight".lstrip(".") for path, module in model.named_modules() if is_linear(module)}
     own = {name: each for name, each in coded.items() if name in linears}
-    groups = dict.fromkeys(group_of(name, own, linears) for name in own)
+    groups = dict.fromkeys(groups_of(own, linears).values())
     for group in groups:
         scales = [local_of(own[name].detach()).per_tensor_scale for name in group]  # type: ignore[attr-defined]
         if len(group) > 1 and all(scale.shape == () and torch.equal(scale, scales[0]) for scale in scales):
