@@ -8,6 +8,7 @@ WORDS = {
     "checkpoints.convert": "`nvfp4 convert`",
     "config_from=PATH": "--config-from PATH",
     "exclude=[...]": "--exclude",
+    "format=": "--from ",
     "global_scale=True": "--global-scale",
     "lossy=True": "--lossy",
     "quantize_lm_head=True": "--head",

@@ -37,7 +37,7 @@ class Narrowed:
             for each in (self.order, before):
                 each[i], each[j] = each[j], each[i]
         self.rows = rows
-        self.texts = torch.tensor(self.order[:rows], device=self._layers[0].device)
+        self.texts = torch.tensor(self.order[:rows], dtype=torch.int64, device=self._layers[0].device)
         self._padding = None, None
         for layer in self._layers:
             layer.narrow(self)
@@ -47,7 +47,10 @@ class Narrowed:
         if not rows:
             return
         device = self._layers[0].device
-        source, target = torch.tensor(rows, device=device), torch.tensor(to, device=device)
+        source, target = (
+            torch.tensor(rows, dtype=torch.int64, device=device),
+            torch.tensor(to, dtype=torch.int64, device=device),
+        )
         for layer in self._layers:
             for t in layer.by_text:
                 t.index_copy_(0, target, t.index_select(0, source))

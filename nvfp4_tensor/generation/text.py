@@ -200,7 +200,9 @@ class _Writer:
         """Return the tokens of all texts: the latest of those that had ended before."""
         if event is not None:
             event.synchronize()
-        self._latest = slot.clone() if texts is None else self._latest.index_copy(0, torch.tensor(texts), slot)
+        self._latest = (
+            slot.clone() if texts is None else self._latest.index_copy(0, torch.tensor(texts, dtype=torch.int64), slot)
+        )
         return self._latest
 
     @torch.no_grad()
@@ -251,7 +253,7 @@ class _Writer:
         before = narrow(self.cache, self.ended.tolist())
         if before is not None:
             tokens = self._last.tokens if self._next is None else self._next
-            self._next = tokens.index_select(0, torch.tensor(before, device=tokens.device))
+            self._next = tokens.index_select(0, torch.tensor(before, dtype=torch.int64, device=tokens.device))
             self._choose_for(narrowed_of(self.cache), len(before), i)
 
     def _choose_for(self, narrowed: Narrowed | None, rows: int, i: int) -> None:

@@ -138,5 +138,6 @@ def test_a_token_that_ends_texts_given_by_the_user(way, natively, rows):
     assert set(rows) == {4}
     more = torch.full((4, 2 * step + 1), 299, device=ids.device)
     text_ = torch.cat((text_[:, :-1], more), 1)
-    model.generate(text_, **{CACHE: cache}, max_new_tokens=2 * step, do_sample=False, eos_token_id=298, pad_token_id=0)
+    how = {"attention_mask": torch.ones_like(text_), "eos_token_id": 298, "pad_token_id": 0, CACHE: cache}
+    model.generate(text_, max_new_tokens=2 * step, do_sample=False, **how)
     assert set(rows) == {4} and len(rows) > 4 * step

@@ -164,7 +164,7 @@ def test_tensor_cores_multiply_the_same_codes(spec, dtype):
             )
             expected = linear(rounded(x, w), w.dequantize(torch.float32), b.float())
             error = (linear(x, w, b).float() - expected).abs().max() / expected.abs().max()
-            assert error < (1e-5 if dtype == torch.float32 else 2**-8)
+            assert error < (2**-11 if dtype == torch.float32 else 2**-8)  # FP8 cores keep 14 bits of a sum
             if backends.has_fp8_tensor_cores(x.device):
                 assert "aten::_scaled_mm" in _ops(lambda x=x, w=w: linear(x, w))
 

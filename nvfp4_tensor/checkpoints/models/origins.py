@@ -163,7 +163,11 @@ def split_fp8(w: FP8Tensor, origin: Origin) -> dict[str, FP8Tensor]:
     if origin.is_whole:
         return {origin.names[0]: w}
     tensors = dict(zip(origin.names, fp8_joins.split(w, origin.rows, origin.stacked), strict=True))
-    kept = {name: torch.tensor(each["input_scale"]) for name, each in origin.factors.items() if "input_scale" in each}
+    kept = {
+        name: torch.tensor(each["input_scale"], dtype=torch.float32)
+        for name, each in origin.factors.items()
+        if "input_scale" in each
+    }
     if w.input_scale is not None and len(kept) == len(tensors) and _largest(list(kept.values())) == w.input_scale:
         return {name: each.replace(input_scale=kept[name]) for name, each in tensors.items()}
     return tensors

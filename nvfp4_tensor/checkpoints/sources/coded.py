@@ -72,7 +72,7 @@ class Coded:
         if rows < count:
             step, batch = math.gcd(step, rows), math.gcd(batch, rows)
         decode = self.decoder(lambda part: shards[self.parts[part]])
-        per_row, codes = 0, itertools.repeat(torch.empty(0))
+        per_row, codes = 0, itertools.repeat(torch.empty(0, dtype=torch.float32))
         if "codes" in self.parts:
             per_row = math.prod(shards.info[self.parts["codes"]].shape[:-1]) // count
             codes = shards.chunks(self.parts["codes"], batch * per_row)  # type: ignore[assignment]
@@ -161,7 +161,7 @@ class CodedFolder(FolderCheckpoint):
             if "codes" in coded.parts:
                 rows = 1 if coded.unit < coded.shape[0] else coded.shape[0]
                 with naming(self._file(name), name):
-                    next(coded.rows(self.shards, rows, torch.empty(rows, coded.shape[1])))
+                    next(coded.rows(self.shards, rows, torch.empty(rows, coded.shape[1], dtype=torch.float32)))
             for part, key in coded.parts.items():
                 info = self.shards.info[key]
                 if part != "g_idx" and not (info.dtype.is_floating_point and info.dtype.itemsize > 1):

@@ -54,6 +54,8 @@ def divergence(student: Tensor, teacher: Tensor, mask: Tensor | None = None, *, 
             "the same vocabulary"
         )
     student, teacher = (each.flatten(0, -2) for each in (student, teacher))
-    weights = torch.ones(len(student), device=student.device) if mask is None else mask.flatten().float()
+    weights = (
+        torch.ones(len(student), dtype=torch.float32, device=student.device) if mask is None else mask.flatten().float()
+    )
     found: Tensor = _Divergence.apply(student, teacher, weights / weights.sum().clamp(min=1), reverse)
     return found

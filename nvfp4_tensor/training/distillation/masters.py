@@ -59,7 +59,7 @@ class Masters:
         leaders = [self._scaled.index(first.get(name, name)) for name in self._scaled]
         if scales:
             device = scales[self._scaled[0]].device
-            self._leaders = torch.tensor(leaders, device=device)
+            self._leaders = torch.tensor(leaders, dtype=torch.int64, device=device)
             self._set_amax(torch.stack([each.to(device) for each in scales.values()]))
         self.values = {name: nn.Parameter(self._begin(name, dense.get(name))) for name in self.parameters}
 

@@ -5,6 +5,8 @@ import dataclasses
 
 import pytest
 import torch
+
+pytest.importorskip("transformers", minversion="5.21")
 from helpers.distillation import batches, dense_model, same_bits, trained, weights_of
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 

@@ -35,13 +35,13 @@ class Model(nn.Module):
         super().__init__()
         self.mix = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, 40)
+        self.last = nn.Linear(WIDTH, 40)
 
     def forward(self, x):
         x = torch.nn.functional.layer_norm(self.mix(x), (WIDTH,))
         for layer in self.layers:
             x, _ = layer(hidden_states=x, mask=0.5)
-        return self.head(x)
+        return self.last(x)
 
 
 class Chain(nn.Module):
@@ -256,11 +256,11 @@ def test_a_run_goes_on_behind_what_it_finished(tmp_path, monkeypatch):
     for changed, options in {
         "batches": {"data": batches(3)},
         "config": {"config": GPTQConfig(damping=0.1)},
-        "weights": {"weight": "head.weight"},
+        "weights": {"weight": "last.weight"},
         "weights ": {"weight": "mix.bias"},
     }.items():
         m = model()
-        m.get_parameter(options.pop("weight", "head.weight")).data += changed.startswith("weights")
+        m.get_parameter(options.pop("weight", "last.weight")).data += changed.startswith("weights")
         with pytest.raises(ValueError, match=rf"a run with other {changed.strip()}: .*another folder"):
             quantized(m, folder=tmp_path, **options)
 
@@ -268,13 +268,13 @@ def test_a_run_goes_on_behind_what_it_finished(tmp_path, monkeypatch):
 def test_layers_that_are_no_chain():
     class Crossed(Model):
         def forward(self, x):
-            return self.head(self.layers[1](self.layers[0](x, mask=1)[0] * 2, mask=1)[0])
+            return self.last(self.layers[1](self.layers[0](x, mask=1)[0] * 2, mask=1)[0])
 
     torch.manual_seed(0)
     m = Crossed().eval()
     with pytest.raises(ValueError, match=r"the input of layers\.1 is not the output.*layers=\[\]"):
         gptq(m, batches(), progress=False)
-    m.forward = lambda x: m.head(m.layers[0](x, mask=1)[0])
+    m.forward = lambda x: m.last(m.layers[0](x, mask=1)[0])
     with pytest.raises(ValueError, match=r"a batch reached 1 of the 2 layers from layers\.0 on"):
         gptq(m, batches(), progress=False)
     with pytest.raises(ValueError, match=r"given twice: give layers=\[\]"):
@@ -284,11 +284,11 @@ def test_layers_that_are_no_chain():
 def test_a_shared_weight_stays_dense_and_one_that_is_not_finite_is_named():
     m = model()
     m.embedding = nn.Embedding(40, WIDTH)
-    m.embedding.weight = m.head.weight
+    m.embedding.weight = m.last.weight
     linears = {"filter_fn": lambda module, name: isinstance(module, nn.Linear), "progress": False}
-    with pytest.warns(UserWarning, match=r"left dense.*head\.weight"):
+    with pytest.warns(UserWarning, match=r"left dense.*last\.weight"):
         gptq(m, batches(), **linears)
-    assert type(m.head) is nn.Linear and isinstance(m.layers[0].up.weight, NVFP4Tensor)
+    assert type(m.last) is nn.Linear and isinstance(m.layers[0].up.weight, NVFP4Tensor)
     m = model()
     m.layers[1].gate.weight.data[3, 5] = float("inf")
     with pytest.raises(ValueError, match=r"layers\.1\.gate\.weight has NaN or Inf"):
