@@ -95,6 +95,11 @@ class Plan:
         """Whether a rotation depends on the length of the text, which is read on the host."""
         return self.description is not None and any(each.changes for each in self.description.rotaries)
 
+    @property
+    def keeps_rotations(self) -> bool:
+        """Whether :meth:`rotations` looks them up: a CPU's tables grow, as windows of a static cache move on."""
+        return self._layers is not None
+
     def rotations(self, positions: Tensor) -> list[Rotation]:
         """Return cos and sin (B, rotary) of positions (B, 1) for each of the model's rotary embeddings."""
         assert self.description is not None

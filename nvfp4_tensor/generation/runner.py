@@ -62,7 +62,7 @@ class Runner:
                 self._tables: list[Rotation] | None = None
                 if plan.changing_rotaries:
                     self._rotations = [(cos.clone(), sin.clone()) for cos, sin in plan.rotations(self._positions)]
-                elif chooser is not None and plan.description is not None:
+                elif chooser is not None and plan.description is not None and not plan.keeps_rotations:
                     places = torch.arange(capacity_of(cache), device=plan.device)[:, None]
                     self._tables = [(cos.clone(), sin.clone()) for cos, sin in plan.rotations(places)]
             self._step = plan.bind(cache, padded)

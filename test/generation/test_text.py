@@ -282,3 +282,15 @@ def test_an_error_with_full_windows_or_convolutions_warns(make):
     model.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), pytest.warns(UserWarning, match="ended with an error: reset"):
         written(model, prompt(2, 20), 4, cache=cache)
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Gemma3"])
+def test_windows_of_a_static_cache_move_on(family):
+    """On a CPU, positions run past the shortest buffers of transformers' static cache, those of windows."""
+    model = decode_natively(tiny_model(family))
+    ids = torch.randint(0, 290, (1, 5), generator=torch.Generator().manual_seed(3))
+    cache = StaticCache(model.config, max_cache_len=64)
+    tokens = torch.stack(list(generate(model, ids, max_new_tokens=50, cache=cache, stop_tokens=())), 1)
+    expected = own_logits(model, torch.cat((ids, tokens), 1))[0, 4:-1]
+    chosen = expected.gather(-1, tokens[0, :, None])[:, 0]
+    assert tokens.shape == (1, 50) and ((expected.amax(-1) - chosen) < 0.05 * expected.abs().amax(-1)).all()
