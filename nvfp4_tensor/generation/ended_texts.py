@@ -15,7 +15,7 @@ LOOK_EVERY = 8
 class Narrowed:
     """The texts of a cache that go on, in the first rows of its layers, where a step finds them.
 
-    Whoever reads a layer finds all texts where they were: it calls :meth:`undo` first.
+    A reader of a layer finds all texts where they were: it calls :meth:`undo` first.
 
     Attributes:
         rows: how many texts a step is for.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvfp4_tensor.generation.architectures import Model, Rotary
+from nvfp4_tensor.generation.architectures import Mixture, Model, Rotary
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.cpu_arguments import CpuLayers
 from nvfp4_tensor.generation.families import FAMILIES, describe, family_of
@@ -137,9 +137,14 @@ class Plan:
         return [each.cos_sin(self.description.norm.weight, positions) for each in self.description.rotaries]
 
     def _rows_are_independent(self) -> bool:
-        """Return whether no operator computes a value from several tokens, attention apart."""
-        weights = (each for each in self.model.parameters() if isinstance(each, NVFP4Tensor))
-        return not self.changing_rotaries and all(each.activation_spec is None for each in weights)
+        """Return whether tokens behind a prompt cost and change nothing: no scales of several tokens, no experts."""
+        assert self.description is not None
+        if self.changing_rotaries or any(isinstance(each.feed_forward, Mixture) for each in self.description.blocks):
+            return False
+        parameters = list(self.model.parameters())
+        return all(each.activation_spec is None for each in parameters if isinstance(each, NVFP4Tensor)) and all(
+            each.spec.activations is None for each in parameters if isinstance(each, FP8Tensor)
+        )
 
     @property
     def reads_prompts(self) -> bool:

@@ -78,11 +78,10 @@ def test_prompts_of_different_lengths(family, cache, natively, steps):
             expected = written(own, ids[rows], 20, along=tokens, attention_mask=mask[rows], **coded())[1]
             assert relative_error(logits, expected).max() < 0.04
             continue
-        errors = []
         for row, start in enumerate(starts[rows]):
             expected = own_logits(model, tokens[row : row + 1, start:-1])[0, 7 - start :]
-            errors.append(relative_error(logits[row], expected))
-        assert_small(errors, 0.2, family in MIXTURES)
+            error = relative_error(logits[row], expected)
+            assert error.median() < 0.02 and (family in MIXTURES or error.max() < 0.2), (row, error)
     assert len(steps) == 2 * 19
     if cache:  # padding among the dense tokens: transformers writes until it is not
         mask[2, :7] = 0
@@ -92,12 +91,6 @@ def test_prompts_of_different_lengths(family, cache, natively, steps):
             tokens, logits = written(model, ids, 20, attention_mask=mask, **coded())
         expected = written(own, ids, 20, along=tokens, attention_mask=mask, **coded())[1]
         assert relative_error(logits, expected).max() < 0.04 and steps == [*range(10, 27)]
-
-
-def assert_small(errors, most, is_mixture):
-    """Of each text; of all together in a mixture, where a router's tie changes a token and those after it."""
-    for error in [torch.cat(errors)] if is_mixture else errors:
-        assert error.median() < 0.02 and (is_mixture or error.max() < most), errors
 
 
 @pytest.mark.parametrize(
@@ -129,11 +122,13 @@ def test_prompts_take_the_operators_of_a_step(family, natively, monkeypatch):
                 expected = expected[-1:] if kept else expected
                 got = logits[1][row] if kept else torch.cat(logits, 1)[row, start:]
                 errors.append(relative_error(got, expected))
-            assert_small(errors, 0.06, family == "Mixtral")
+            if family == "Mixtral" and kept:  # one token of each text, of which a router's tie may change one
+                errors = [torch.cat(errors)]
+            assert all(error.median() < 0.02 and (family == "Mixtral" or error.max() < 0.06) for error in errors)
     assert len(calls) == 8
 
 
-@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mixtral"])
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mistral"])
 def test_short_prompts_are_replayed(family, natively, monkeypatch):
     """Prompts of a length that came before have its graph, with the bits that they had before. Weights may change."""
     model, captures, found = natively(tiny_model(family)), [], {}
