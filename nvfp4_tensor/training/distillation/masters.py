@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nvfp4_tensor.dispatch.writes import count_write
 from nvfp4_tensor.quantization.conv1d import is_linear
 from nvfp4_tensor.quantization.names import groups_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -64,9 +65,11 @@ class Masters:
         self.values = {name: nn.Parameter(self._begin(name, dense.get(name))) for name in self.parameters}
 
     def _set_amax(self, amax: Tensor) -> None:
-        """Set the largest magnitudes that the per-tensor scales of linears allow, float32 (linears,)."""
-        self._amax = amax
-        self._amax_of = dict(zip(self._scaled, amax.unbind(), strict=True))
+        """Set the largest magnitudes that the per-tensor scales of linears allow, float32 (linears,), in place."""
+        if not self._amax_of:
+            self._amax = amax.clone()
+            self._amax_of = dict(zip(self._scaled, self._amax.unbind(), strict=True))
+        self._amax.copy_(amax)
 
     def _begin(self, name: str, dense: Tensor | None) -> Tensor:
         """Return the float32 values from which a parameter begins: dense ones that round to it, else its own."""
@@ -104,7 +107,14 @@ class Masters:
         for name, parameter in self.parameters.items():
             own, values = local_of(parameter.detach()), self.values[name].detach()
             own.copy_(self._quantized(name, own, values) if isinstance(own, NVFP4Tensor) else values)
+        self.count_writes()
+
+    def count_writes(self) -> None:
+        """Let autograd and caches of decoded weights know that the parameters of the model were written."""
+        for parameter in self.parameters.values():
             torch.autograd.graph.increment_version(parameter)
+            if isinstance(own := local_of(parameter.detach()), NVFP4Tensor):
+                count_write(own)
 
     def _fit_scales(self) -> None:
         """Double the per-tensor scales that an element has outgrown, on all ranks alike."""

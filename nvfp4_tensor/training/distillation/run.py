@@ -26,6 +26,7 @@ from nvfp4_tensor.quantization.linear import shared_parameters
 from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model, quantize_model
+from nvfp4_tensor.training.distillation.captured_step import CapturedStep, Step, can_capture
 from nvfp4_tensor.training.distillation.config import DistillConfig, Trains
 from nvfp4_tensor.training.distillation.divergence import divergence
 from nvfp4_tensor.training.distillation.masters import CodedMasters, Masters, is_coded, joined_linears
@@ -255,6 +256,7 @@ class _Run:
     ) -> None:
         self.model, self.teacher, self.batches, self.config, self.folder = model, teacher, batches, config, folder
         self.step, self.before = 0, 0.0
+        self._update: Step = self._update_by
         decay, betas = config.weight_decay, config.betas
         options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "weight_decay": decay}
         coded = {name: each for name, each in parameters.items() if is_coded(each)}
@@ -265,6 +267,10 @@ class _Run:
             self.optimizer: torch.optim.Optimizer = coded_masters.optimizer(config.seed, **options)
         else:
             self.masters = Masters(parameters, dict(teacher.named_parameters()), groups)
+            if can_capture((model, teacher)):
+                device = next(model.parameters()).device
+                self._update = CapturedStep(self._update_by, device, self.masters.count_writes)
+                options |= {"lr": torch.tensor(config.learning_rate, device=device), "capturable": True, "fused": True}
             self.optimizer = torch.optim.AdamW(self.masters.values.values(), **options)
 
     # --- training ---
@@ -309,28 +315,37 @@ class _Run:
         rise = min((done + one) / self.config.warmup, 1.0) if self.config.warmup else 1.0
         rate = self.config.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * done))
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         return rate
 
     def _take_step(self) -> float:
-        count, losses = self.config.batches_per_step, []
-        for i in range(count):
-            part = self.loss(self._batch(self.step * count + i)) / count
-            part.backward()  # type: ignore[no-untyped-call]
-            self.masters.take_gradients()
-            losses.append(part.detach())
-        loss: float = torch.stack(losses).sum().item()
+        count = self.config.batches_per_step
+        loss = self._update([self._batch(self.step * count + i) for i in range(count)]).item()
         if not math.isfinite(loss):
+            self.folder = None  # which keeps what was finite
             raise RuntimeError(
                 f"the loss of step {self.step} is {loss}: look for NaN in the batches and the dense model, or lower "
                 f"learning_rate ({self.config.learning_rate:g})"
             )
+        self.step += 1
+        return loss
+
+    def _update_by(self, batches: Sequence[Any]) -> Tensor:
+        """Update the model by the gradients of batches, and return their loss, from the device alone."""
+        losses = []
+        for batch in batches:
+            part = self.loss(batch) / len(batches)
+            part.backward()  # type: ignore[no-untyped-call]
+            self.masters.take_gradients()
+            losses.append(part.detach())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.masters.write()
         torch.clear_autocast_cache()  # which would keep casts of what was written
-        self.step += 1
-        return loss
+        return torch.stack(losses).sum()
 
     def _batch(self, index: int) -> Any:
         """Return the batch of an index: each pass over the batches has an order of its own."""
@@ -421,7 +436,10 @@ class _Run:
             )
         self.step, self.before = state["step"], state["seconds"]
         self.masters.load_state_dict(state["masters"])
+        groups = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(options)  # those of this device
 
 
 def _logits(output: Any, model: nn.Module) -> Tensor:
