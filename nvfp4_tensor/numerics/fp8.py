@@ -28,6 +28,30 @@ def power_of_two(p: Tensor) -> Tensor:
     return (p + 127 << 23).to(torch.int32).view(torch.float32)
 
 
+def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], first: int = 0) -> Tensor:
+    """Return code x scale, float32, of rows of FP8 weights.
+
+    Args:
+        codes: e4m3 (*leading, rows, K), the rows from row ``first`` on.
+        scale: float32 (*leading, blocks of all rows, blocks of columns).
+        block: the rows and columns that share a scale, 0 for all.
+    """
+    if codes.numel() == 0:
+        return codes.float()
+    rows, columns = codes.shape[-2:]
+    height, width = block[0] or rows, block[1] or columns
+    skipped = first % height if block[0] else 0
+    if block[0]:
+        scale = scale[..., first // height : -(-(first + rows) // height), :]
+    values = codes.float()
+    if (skipped + rows) % height or skipped or columns % width:
+        values = pad(values, (0, -columns % width, skipped, -(skipped + rows) % height))
+    # Indices of a spread scale would be wrong in torch 2.13's compiled CPU code.
+    blocks = values.unflatten(-1, (scale.shape[-1], width)).unflatten(-3, (scale.shape[-2], height))
+    values = blocks.mul_(scale[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+    return values[..., skipped : skipped + rows, :columns]
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round rows of x (..., K) to e4m3, each with its own power of two.
 

@@ -87,6 +87,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "place_one": lambda qkv, keys, heads: qkv.new_empty((keys.shape[0], heads, 1, keys.shape[3])),
     "attend_codes": lambda q, latest_values: q.new_empty((*q.shape[:-1], latest_values.shape[-1])),
     "append_codes": lambda: None,
+    "decode_fp8": lambda: None,
     "adamw_step": lambda: None,
     "adamw_step_codes": lambda: None,
     "adamw_step_vector": lambda: None,

@@ -14,12 +14,12 @@ from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
 from nvfp4_tensor._compat.pickles import _rebuild_fp8, pin
 from nvfp4_tensor._compat.source_digest import source_digest
 from nvfp4_tensor._compat.torchao_import import quietly
+from nvfp4_tensor.numerics import fp8
 from nvfp4_tensor.numerics.choices import FP8Activations
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.tensor.description import NOT_IN_SAFETENSORS
@@ -28,7 +28,6 @@ with quietly():
     from torchao.utils import TorchAOBaseTensor
 
 E4M3 = torch.float8_e4m3fn
-_BYTES = 0x0101010101010101
 NOT_MERGED = "merging an adapter would round it again: keep the adapter apart, or merge it into the dense model"
 
 
@@ -58,37 +57,11 @@ def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dt
         codes: e4m3 (*leading, rows, K), the rows from row ``first`` on.
         scale, block: the scales of all rows, float32; see :class:`FP8Spec`.
     """
-    rows, columns = codes.shape[-2:]
-    height, width = block[0] or rows, block[1] or columns
-    skipped = first % height if block[0] else 0
-    if block[0]:
-        scale = scale[..., first // height : -(-(first + rows) // height), :]
-    values, scale = _operands(codes, scale)
-    if (skipped + rows) % max(height, 1) or skipped or columns % max(width, 1):
-        values = pad(values, (0, -columns % width, skipped, -(skipped + rows) % height))
-    # Indices of a spread scale would be wrong in torch 2.13's compiled CPU code.
-    blocks = values.unflatten(-1, (scale.shape[-1], width)).unflatten(-3, (scale.shape[-2], height))
-    values = blocks.mul_(scale[..., :, None, :, None]).to(dtype).flatten(-2).flatten(-3, -2)
-    return values[..., skipped : skipped + rows, :columns]
-
-
-def _operands(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return new float32 numbers, and scales, with the products codes x scale.
-
-    On a CPU, torch converts e4m3 one by one. Shifted into a float16, whose exponents have a bias of 15 instead of 7,
-    the numbers are 1 / 256 of the codes'.
-    """
-    is_slow = type(codes) is not Tensor or not codes.is_cpu or torch.compiler.is_compiling()
-    is_slow = is_slow or not codes.is_contiguous() or codes.storage_offset() % 8 > 0 or codes.numel() % 8 > 0
-    if is_slow or (scale > 2.0**100).any():  # 256 times that could be infinite
-        return codes.float(), scale
-    data = codes.view(torch.int8)
-    bits = data.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)  # the sign was extended into that bit
-    values, scale = bits.view(torch.float16).float(), scale * 256
-    words = data.view(-1).view(torch.int64)  # 8 codes: only 0x7F, NaN, carries into the sign
-    if words.bitwise_and(0x7F * _BYTES).add_(_BYTES).bitwise_and_(~(0x7F * _BYTES)).any():
-        values.masked_fill_(data.bitwise_and(0x7F).eq(0x7F), torch.nan)
-    return values, scale
+    if type(codes) is not Tensor or not codes.is_cpu or torch.compiler.is_compiling():
+        return fp8.decode(codes, scale, block, first).to(dtype)
+    out = torch.empty(codes.shape, dtype=dtype)
+    torch.ops.nvfp4.decode_fp8(codes, scale, *block, first, out)
+    return out
 
 
 @pin

@@ -161,6 +161,9 @@ CASES = {
         (*o.token(), 0.125),
         (*o.token(), 0.125, 0, 0.0, None, torch.tensor([0, 3], device=o.device)),
     ],
+    "decode_fp8": lambda o: [
+        (o.bytes(3, 33, 50), o.x(3, 3, 4, dtype=F32), 16, 16, 2, o.x(3, 33, 50)),
+    ],
     "dequantize": lambda o: [(*o.weight(33, 50), 50, BF16), (*o.weight(33, 50)[:2], None, 50, torch.float16)],
     "fake_quantize": lambda o: [
         (o.x(4, 5, 50), o.amax, o.state, spec.pack(), F32, scaled)

@@ -2,14 +2,17 @@
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
 import torch
+from helpers.instruction_sets import assert_op, assert_same_bits, needs_library
 from torch import nn
 from torch.nn.functional import linear
 
 from nvfp4_tensor import FP8Activations, FP8Spec, FP8Tensor
+from nvfp4_tensor.numerics import fp8 as numerics
 from nvfp4_tensor.tensor.fp8 import decode
 
 E4M3 = torch.float8_e4m3fn
@@ -35,6 +38,42 @@ def spread(scale, block, shape):
     for dim in (-2, -1):
         scale = scale.repeat_interleave(block[dim] or shape[dim], dim).narrow(dim, 0, shape[dim])
     return scale
+
+
+@needs_library
+@pytest.mark.parametrize("block", [*BLOCKS, (7, 5), (3, 40)])
+def test_all_instruction_sets_decode_the_same_bits(block):
+    """All codes, NaN too, from any row on, at any byte, with scales that overflow and vanish."""
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((9, 300), (2, 3, 40, 31), (130, 64), (0, 16), (4, 0)):
+        codes = torch.randint(256, (1 + math.prod(shape),), dtype=torch.uint8, generator=generator)[1:]
+        codes = codes.view(shape).view(E4M3)
+        sizes = FP8Spec(block).scale_shape(shape)
+        scale = torch.randn(sizes, generator=generator) * 10.0 ** torch.randint(-42, 38, sizes, generator=generator)
+        for first in {0, shape[-2] // 3} if block[0] else {0}:
+            rows, values = codes[..., first:, :], numerics.decode(codes, scale, block)[..., first:, :]
+            assert_same_bits(numerics.decode(rows, scale, block, first), values)
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                assert_op(
+                    lambda *args, dtype=dtype: decode(*args[:3], dtype, args[3]),
+                    (rows, scale, block, first),
+                    (values.to(dtype),),
+                )
+
+
+def test_the_operator_refuses_what_it_would_read_beyond_its_end(kernels):
+    codes, out, op = torch.zeros(8, 32).to(E4M3), torch.zeros(8, 32), torch.ops.nvfp4.decode_fp8
+    for message, arguments in (
+        ("codes must be", (codes.float(), torch.ones(1, 1), 0, 0, 0, out)),
+        ("scale must have", (codes, torch.ones(1, 2), 4, 16, 0, out)),
+        ("scale must have", (codes, torch.ones(2, 2), 4, 16, 1, out)),
+        ("scale must have", (codes, torch.ones(0), 0, 0, 0, out)),
+        ("not be negative", (codes, torch.ones(1, 1), 0, 0, -1, out)),
+        ("out must be", (codes, torch.ones(1, 1), 0, 0, 0, out[:4])),
+        ("out must be", (codes, torch.ones(1, 1), 0, 0, 0, out.double())),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            op(*arguments)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

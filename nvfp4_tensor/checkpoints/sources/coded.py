@@ -33,8 +33,8 @@ _STRIPS = 8
 
 Read: TypeAlias = Callable[[str], Tensor]
 """Reads a tensor of a weight, given by what it is ("scale")."""
-Rows: TypeAlias = Callable[[int, int, Tensor], Tensor]
-"""Decodes the rows from the first to before the second, given their codes, to floating-point numbers."""
+Rows: TypeAlias = Callable[[int, Tensor, Tensor], object]
+"""Decodes rows from this one on into floating-point numbers, given those and the codes of the rows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,6 @@ class Coded:
             per_row = math.prod(shards.info[self.parts["codes"]].shape[:-1]) // count
             codes = shards.chunks(self.parts["codes"], batch * per_row)  # type: ignore[assignment]
 
-        def decode_strip(strip: Tensor, first: int, of_strip: Tensor) -> None:
-            strip.copy_(decode(first, first + len(strip), of_strip))
-
         for start in range(0, count, rows):
             chunk = out[: min(rows, count - start)]
             for first in range(0, len(chunk), batch):
@@ -87,11 +84,11 @@ class Coded:
                 firsts = [start + first + i * step for i in range(len(strips))]
                 of_batch = next(codes)
                 of_strips = of_batch.split(step * per_row) if per_row else (of_batch,) * len(strips)
-                _in_parallel(decode_strip, strips, firsts, of_strips)
+                _in_parallel(decode, firsts, strips, of_strips)
             yield chunk
 
 
-def _in_parallel(call: Callable[..., None], *arguments: Sequence[Any]) -> None:
+def _in_parallel(call: Callable[..., object], *arguments: Sequence[Any]) -> None:
     """Call a function of many small operators for each of the arguments, in as many threads as torch uses."""
     threads = torch.get_num_threads()
     is_alone = threads == 1 or len(arguments[0]) == 1

@@ -22,7 +22,7 @@ from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
 from nvfp4_tensor.checkpoints.sources.coded import Coded, CodedFolder, Read, Rows, expect
 from nvfp4_tensor.checkpoints.sources.layouts import Found, Settings
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.tensor.fp8 import E4M3, FP8Spec, decode
+from nvfp4_tensor.tensor.fp8 import E4M3, FP8Spec
 
 _SCALES = ("{name}_scale_inv", "{name}_scale", "{module}.scale", "{module}.scale_weight")
 _UNUSED = ("input_scale", "activation_scale", "input_scale_ub", "scale_input")
@@ -84,4 +84,4 @@ def _rows(read: Read, shape: Sequence[int], block: tuple[int, int]) -> Rows:
     scale = read("scale")
     scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype in _E8M0 else scale).float()
     scale = scale.reshape(FP8Spec(block).scale_shape(shape))
-    return lambda first, stop, codes: decode(codes, scale, block, torch.float32, first)
+    return lambda first, out, codes: torch.ops.nvfp4.decode_fp8(codes, scale, *block, first, out)

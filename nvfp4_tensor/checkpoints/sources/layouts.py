@@ -64,9 +64,12 @@ def gptq(folder: CodedFolder, settings: Settings) -> Found:
 def _gptq_rows(read: Read, bits: int, offset: int, is_indexed: bool) -> Rows:
     qweight, scales, indices = read("qweight"), read("scales"), read("g_idx") if is_indexed else None
     zeros = _unpacked(read("qzeros") + offset, bits, 1)
-    return lambda first, stop, _: _dequantized(
-        _unpacked(qweight[:, first:stop], bits, 0), zeros[:, first:stop], scales[:, first:stop], indices
-    )
+
+    def rows(first: int, out: Tensor, _: Tensor) -> None:
+        of = slice(first, first + len(out))
+        out.copy_(_dequantized(_unpacked(qweight[:, of], bits, 0), zeros[:, of], scales[:, of], indices))
+
+    return rows
 
 
 def awq(folder: CodedFolder, settings: Settings) -> Found:
@@ -86,11 +89,13 @@ def awq(folder: CodedFolder, settings: Settings) -> Found:
 
 def _awq_rows(read: Read) -> Rows:
     qweight, zeros, scales = read("qweight"), _awq_codes(read("qzeros")), read("scales")
-    return lambda first, stop, _: _dequantized(
-        _awq_codes(qweight[:, first // len(_AWQ_NIBBLES) : stop // len(_AWQ_NIBBLES)]),
-        zeros[:, first:stop],
-        scales[:, first:stop],
-    )
+
+    def rows(first: int, out: Tensor, _: Tensor) -> None:
+        of, words = slice(first, first + len(out)), first // len(_AWQ_NIBBLES)
+        codes = _awq_codes(qweight[:, words : words + len(out) // len(_AWQ_NIBBLES)])
+        out.copy_(_dequantized(codes, zeros[:, of], scales[:, of]))
+
+    return rows
 
 
 def _awq_codes(words: Tensor) -> Tensor:
@@ -135,7 +140,7 @@ def bitsandbytes(folder: CodedFolder, settings: Settings) -> Found:
 
 def _int8_rows(read: Read) -> Rows:
     scale = read("scale").unsqueeze(1)
-    return lambda first, stop, codes: codes.float().mul_(scale[first:stop]).mul_(1 / 127)
+    return lambda first, out, codes: out.copy_(codes.float().mul_(scale[first : first + len(out)]).mul_(1 / 127))
 
 
 def _in_four_bits(folder: CodedFolder, name: str, kind: str, state: Settings) -> Coded:
@@ -172,9 +177,9 @@ def _four_bit_rows(read: Read, columns: int, block: int, offset: float, nested: 
         scales = read("nested_quant_map")[scales.int()] * of_scales + offset
     pairs = torch.stack((values.repeat_interleave(16), values.repeat(16)), dim=1)  # of a byte
 
-    def rows(first: int, stop: int, codes: Tensor) -> Tensor:
+    def rows(first: int, out: Tensor, codes: Tensor) -> None:
         flat = pairs[codes.view(-1).view(torch.uint8).int()].view(-1)
-        of_rows = scales[first * columns // block : math.ceil(stop * columns / block)]
-        return (flat * of_rows.repeat_interleave(block)[: len(flat)]).view(-1, columns)
+        of_rows = scales[first * columns // block : math.ceil((first + len(out)) * columns / block)]
+        out.copy_((flat * of_rows.repeat_interleave(block)[: len(flat)]).view(-1, columns))
 
     return rows

@@ -104,14 +104,14 @@ def _compressed_rows(read: Read, arguments: Any, shape: tuple[int, int], is_ther
         order = read("g_idx").argsort(stable=True)  # columns by group, each of group_size
     is_whole = len(scale) != shape[0]
 
-    def rows(first: int, stop: int, codes: Tensor) -> Tensor:
+    def rows(first: int, out: Tensor, codes: Tensor) -> None:
         if "shape" in is_there:
-            codes = unpacked(codes, arguments.num_bits, torch.Size((stop - first, shape[1])))
-        if order is not None:
-            codes = codes[:, order]
-        of_rows = [x if x is None or is_whole else x[first:stop] for x in (scale, zero)]
-        values = dequantize(codes, *of_rows, args=arguments)
-        return values if order is None else torch.empty_like(values).index_copy_(1, order, values)
+            codes = unpacked(codes, arguments.num_bits, out.shape)
+        of_rows = [x if x is None or is_whole else x[first : first + len(out)] for x in (scale, zero)]
+        if order is None:
+            out.copy_(dequantize(codes, *of_rows, args=arguments))
+        else:
+            out[:, order] = dequantize(codes[:, order], *of_rows, args=arguments).to(out.dtype)
 
     return rows
 
@@ -170,12 +170,12 @@ def _torchao_rows(read: Read, fields: Mapping[str, Any], names: tuple[str, ...],
     from_dict = library("torchao.prototype.safetensors.safetensors_utils").object_from_dict
     others = {part: read(part) for part in names if part != "codes"}
 
-    def rows(first: int, stop: int, codes: Tensor) -> Tensor:
-        cut = {part: x[first:stop] if x.dim() and len(x) == shape[0] else x for part, x in others.items()}
+    def rows(first: int, out: Tensor, codes: Tensor) -> None:
+        cut = {part: x[first : first + len(out)] if x.dim() and len(x) == shape[0] else x for part, x in others.items()}
         data = {**fields["_data"], "qdata": codes, **cut}
         if isinstance(data.get("block_size"), list) and data["block_size"]:
-            data["block_size"] = [min(data["block_size"][0], stop - first), *data["block_size"][1:]]
-        return from_dict({"_type": fields["_type"], "_data": data}).dequantize()
+            data["block_size"] = [min(data["block_size"][0], len(out)), *data["block_size"][1:]]
+        out.copy_(from_dict({"_type": fields["_type"], "_data": data}).dequantize())
 
     return rows
 
@@ -184,8 +184,9 @@ def _int4_rows(read: Read, group: int) -> Rows:
     """torchao multiplies by these on CUDA only: value = code * scale + zero_point, codes -8 to 7, the first one low."""
     scale, zero = (read(part).float().t().unsqueeze(-1) for part in ("scale", "zero_point"))
 
-    def rows(first: int, stop: int, codes: Tensor) -> Tensor:
-        values = ((unpack(codes.view(torch.uint8)) ^ 8).float() - 8).view(stop - first, -1, group)
-        return (values * scale[first:stop] + zero[first:stop]).flatten(1)
+    def rows(first: int, out: Tensor, codes: Tensor) -> None:
+        of = slice(first, first + len(out))
+        values = ((unpack(codes.view(torch.uint8)) ^ 8).float() - 8).view(len(out), -1, group)
+        out.copy_((values * scale[of] + zero[of]).flatten(1))
 
     return rows

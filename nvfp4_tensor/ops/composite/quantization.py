@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nvfp4_tensor.numerics import eden, layout, reference
+from nvfp4_tensor.numerics import eden, fp8, layout, reference
 from nvfp4_tensor.numerics.layout import BLOCK, ROTATION, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops.schemas import SymInt, op
@@ -299,6 +299,16 @@ def dequantize(
 ) -> Tensor:
     """Decode to (..., columns) in dtype; without per_tensor_scale, return code * block scale (exact in bfloat16)."""
     return reference.dequantize(qdata, scale, per_tensor_scale, columns, dtype)
+
+
+@op(mutates_args=["out"])
+def decode_fp8(codes: Tensor, scale: Tensor, height: int, width: int, first: int, out: Tensor) -> None:
+    """Write rows of FP8 weights to ``out``, in its dtype: code x scale in float32, rounded once.
+
+    codes: e4m3 (*leading, rows, K), or its bytes, the rows from row ``first`` on.
+    scale: float32 (*leading, R, C), one for each height x width of all rows; 0 is the height, or width, of all.
+    """
+    out.copy_(fp8.decode(codes.view(torch.float8_e4m3fn), scale, (height, width), first))
 
 
 def columns_of_values(columns: int, spec: int) -> int:

@@ -49,14 +49,6 @@ def test_all_ways_to_store_it(tmp_path, name):
     assert "FP8" in listed.kind
 
 
-def test_nan(tmp_path):
-    codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1).view(E4M3)
-    with open_source(write_coded(tmp_path / "a", {"m.weight": codes, "m.scale": torch.tensor(2.0**-3)})) as source:
-        found = source.dense("m.weight")
-    assert torch.equal(found.isnan(), codes.float().isnan()) and found.isnan().sum() == 32
-    assert torch.equal(found.nan_to_num(7), (codes.float() / 8).nan_to_num(7).bfloat16())
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_half_of_a_model(tmp_path, nested):
     """MLPs in FP8 beside dense attention, with the configuration in text_config, or none."""

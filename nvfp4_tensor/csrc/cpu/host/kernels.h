@@ -59,6 +59,14 @@ struct Encoded {
   bool factor_per_row;
 };
 
+// e4m3 codes of rows [first, first + rows) of each of some matrices, and the scales of all their rows, one for every
+// height x width elements.
+struct Fp8Codes {
+  const uint8_t* codes;
+  const float* scale;
+  int64_t rows, columns, first, height, width, scale_rows, scale_columns;
+};
+
 // Work units: amax, transforms, row quantization and dequantization count groups (with EDEN, of rows padded to a
 // multiple of the rotation); 16x16 tiles count bands of 16 rows; the pair counts rectangles of kPairRows x
 // kPairColumns. `sign` is a Hadamard mask or -1.
@@ -75,6 +83,7 @@ struct Kernels {
   void (*quantize_pair)(const Matrix&, const Plan&, const Quantized&, const Plan&, const Quantized&, int64_t begin,
                         int64_t end);
   void (*dequantize)(const Encoded&, Dtype, void* out, int64_t begin, int64_t end);
+  void (*decode_fp8)(const Fp8Codes&, Dtype, void* out, int64_t begin, int64_t end);  // of rows
   // Values at a row stride of `columns`, times the factor unless that is null.
   void (*fake_quantize)(const Matrix&, const Plan&, const float* factor, Dtype, void* out, int64_t columns,
                         int64_t begin, int64_t end);

@@ -5,6 +5,7 @@
 // clang-format on
 #include "cpu/quantize/amax.h"
 #include "cpu/quantize/decode.h"
+#include "cpu/quantize/fp8.h"
 #include "cpu/quantize/pair.h"
 
 namespace nvfp4::NVFP4_ISA {
@@ -45,6 +46,9 @@ extern const Kernels kKernels = {
       with_dtype(x.dtype, [&](auto t) { quantize_pair<decltype(t)>(x, plan, out, plan_t, out_t, begin, end); });
     },
     dequantize,
+    [](const Fp8Codes& in, Dtype dtype, void* out, int64_t begin, int64_t end) {
+      with_dtype(dtype, [&](auto t) { decode_fp8(in, static_cast<decltype(t)*>(out), begin, end); });
+    },
     [](const Matrix& x, const Plan& plan, const float* factor, Dtype dtype, void* out, int64_t columns, int64_t begin,
        int64_t end) {
       with_dtype(x.dtype,
