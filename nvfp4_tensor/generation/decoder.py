@@ -262,30 +262,24 @@ class Decoder:
         # The kernel of all layers is for one text without padding; for more, one graph serves both.
         reads_starts = padded or (addresses[0] > 1 and plan.description is not None)
         key = (chooser, reads_starts, addresses)
-        if key in self._runners:
-            self._latest = None if now is None else (now, self._runners[key])
-            return self._runners[key]
-        if not plan.holds():
-            self._renew()
-            return None if self._usable() is None else self.runner(cache, chooser, position, padding)
-        while len(self._runners) >= RUNNERS:
-            del self._runners[next(iter(self._runners))]
-            self._latest = None
-        try:
-            self._runners[key] = Runner(plan, cache, addresses[0], chooser, reads_starts, self._graph_pool(plan))
-        except Exception as error:  # of any kind: a model's own code may do what a capture forbids
-            if plan.device.type != "cuda":
-                raise
-            self._failed, self._pool = plan, None
-            self._warn_that(f"it cannot be captured: {error}")
-            return None
+        if key not in self._runners:
+            if not plan.holds():
+                self._renew()
+                return None if self._usable() is None else self.runner(cache, chooser, position, padding)
+            while len(self._runners) >= RUNNERS:
+                del self._runners[next(iter(self._runners))]
+            if self._pool is None and plan.device.type == "cuda":  # of all graphs, which do not run at the same time
+                self._pool = torch.cuda.graph_pool_handle()
+            try:
+                self._runners[key] = Runner(plan, cache, addresses[0], chooser, reads_starts, self._pool)
+            except Exception as error:  # of any kind: a model's own code may do what a capture forbids
+                if plan.device.type != "cuda":
+                    raise
+                self._failed, self._pool = plan, None
+                self._warn_that(f"it cannot be captured: {error}")
+                return None
+        self._latest = None if now is None else (now, self._runners[key])
         return self._runners[key]
-
-    def _graph_pool(self, plan: Plan) -> Any:
-        """Return the memory pool that all graphs share: they do not run at the same time."""
-        if self._pool is None and plan.device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
 
     def new_chooser(self, sampling: Sampling, batch: int, count: int) -> Chooser:
         """Return a chooser for ``count`` tokens, an earlier one where it fits, whose graph is used again."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ GROWTH = 256
 """The number of tokens of a cache is a multiple of this one."""
 ROOM = 4096
 """The largest number of tokens after a prompt for which there is room at first, however far the limit of a text is."""
+
+
+_MOVES, _CAPACITY, _IS_INITIALIZED = map(attrgetter, ("moves", "capacity", "is_initialized"))
+_STATIC = {StaticLayer, StaticSlidingWindowLayer}
 
 
 class Buffers:
@@ -188,14 +193,9 @@ class FixedLayer(DynamicLayer):
         assert self.buffers is not None
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = new
-        self.append(end - start)
+        self.length = self._value_length = end
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
-
-    def append(self, count: int) -> None:
-        """Count tokens that were written into the buffers."""
-        self.length += count
-        self._value_length = self.length
 
     def get_seq_length(self) -> int:
         """Return the number of tokens."""
@@ -237,7 +237,13 @@ class FixedCache(Cache):
     @property
     def moves(self) -> int:
         """How often buffers were replaced."""
-        return sum(layer.moves for layer in self.layers)
+        return sum(map(_MOVES, self.layers))
+
+    def append(self, count: int) -> None:
+        """Count tokens that were written into the buffers of all layers."""
+        for layer in self.layers:
+            layer.length += count
+            layer._value_length = layer.length
 
     def reserve(self, length: int) -> None:
         """Move all layers to larger buffers if these have no room for ``length`` tokens."""
@@ -286,8 +292,7 @@ def has_buffers(cache: Any) -> bool:
     """Return whether the cache, ours or the static one of transformers, has buffers that a step can write to."""
     if type(cache) not in (FixedCache, StaticCache) or not cache.layers or cache.offloading:
         return False
-    kinds = (FixedLayer, StaticLayer, StaticSlidingWindowLayer)
-    return all(type(each) in kinds and each.is_initialized for each in cache.layers)
+    return {*map(type, cache.layers)} <= {FixedLayer, *_STATIC} and all(map(_IS_INITIALIZED, cache.layers))
 
 
 def has_codes(cache: Any) -> bool:
@@ -327,7 +332,9 @@ def capacity_of(cache: Any) -> int:
     layers: list[Any] = cache.layers
     if type(cache) in _OF_CODES:
         return min(each.room for each in layers)
-    return min(each.capacity if type(each) is FixedLayer else each.max_cache_len for each in cache.layers)
+    if type(cache) is FixedCache:
+        return min(map(_CAPACITY, layers))
+    return min(each.max_cache_len for each in layers)
 
 
 def length_of(cache: Any) -> int:
@@ -343,15 +350,16 @@ def buffers_of(cache: Any) -> tuple[list[Tensor], list[Tensor]]:
     return [each.keys for each in cache.layers], [each.values for each in cache.layers]
 
 
-def has_room(cache: Any, position: int, windows: Sequence[int]) -> bool:
-    """Return whether a step can append the token at ``position`` to each layer, of which it sees ``windows`` (0: all).
+def slides(cache: Any, position: int, windows: Sequence[int]) -> bool:
+    """Return whether transformers' sliding layers that hold a full window make room for ``position`` in a static cache.
 
-    A sliding layer of transformers that holds a full window moves by one token.
+    Args:
+        windows: of each layer, what a step sees of it (0: all).
     """
-    return all(
-        position < (each.capacity if type(each) is FixedLayer else each.max_cache_len)
-        or (type(each) is StaticSlidingWindowLayer and window == each.max_cache_len)
-        for each, window in zip(cache.layers, windows, strict=True)
+    layers: list[Any] = cache.layers
+    return type(cache) is StaticCache and all(
+        position < each.max_cache_len or (each.is_sliding and window == each.max_cache_len)
+        for each, window in zip(layers, windows, strict=True)
     )
 
 
@@ -368,8 +376,7 @@ def append_one(cache: Any) -> None:
             each.count_one()
         return
     if type(cache) is FixedCache:
-        for each in cache.layers:
-            each.append(1)
+        cache.append(1)
         return
     if lengths := [each.cumulative_length for each in cache.layers if not _is_full(each)]:
         torch._foreach_add_(lengths, 1)

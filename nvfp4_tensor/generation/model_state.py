@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from copy import copy
 from itertools import chain, repeat
-from operator import contains, is_, itemgetter
+from operator import attrgetter, contains, is_
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -21,8 +22,7 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _CAPTURING = "install_output_capuring_hook"
 """Transformers leaves such hooks in a model after hidden states were requested. They have no effect by themselves."""
-_SCALARS = itemgetter("per_tensor_scale", "activation_amax")
-"""Parts of an NVFP4 weight whose == compares values. A graph reads the one it was captured with."""
+_LAYOUT = attrgetter("dtype", "shape")
 CHANGING = ("dynamic", "longrope")
 """Types of rotary embeddings that depend on the length of the text."""
 _NOT_CALLED = ("__init__", "extra_repr", "reset_parameters")
@@ -33,9 +33,12 @@ _NOT_READ = frozenset({"forward", "generation_config", "warnings_issued"})
 
 
 class ModelState:
-    """What the result of some modules depends on, in a few lists: comparing takes tens of ns per element.
+    """What the result of some modules depends on, in a few lists.
 
-    Parameters are compared by identity; dense ones and buffers also by address, and NVFP4 weights by their parts, since
+    The weights of a token drive a model's objects out of a processor's caches, so a comparison waits for memory: it
+    looks at each object once, in loops without bytecode. ``gc.get_referents`` lists the values of many dicts so.
+
+    Parameters and buffers are compared by identity; dense ones also by address, and NVFP4 weights by their parts, since
     Module.to() replaces the tensor inside a parameter, which stays the same object.
 
     Args:
@@ -47,47 +50,54 @@ class ModelState:
 
     def __init__(self, modules: Mapping[str, nn.Module], hooked: Iterable[nn.Module], config: Any) -> None:
         every = list(modules.values())
-        ours = {id(each) for each in hooked}
+        still = [each for each in every if not changes_itself(each)]
+        whole = [each for each in still if not isinstance(each, nn.Linear | PreTrainedModel)]
         self._modules = every
         self._types = list(map(type, every))
-        self._functions = [(cls, name, each) for cls in set(self._types) for name, each in _functions_of(cls)]
-        self._dicts = [vars(each) for each in every if id(each) not in ours]
-        self._children = [each._modules for each in every if each._modules]
-        self._child = list(chain.from_iterable(map(dict.values, self._children)))
-        self._owners = [each._parameters for each in every if each._parameters]
-        self._parameters = list(chain.from_iterable(map(dict.values, self._owners)))
-        still = [each for each in every if not changes_itself(each)]
-        self._buffer_owners = [each._buffers for each in still if each._buffers]
-        self._buffers = list(chain.from_iterable(map(dict.values, self._buffer_owners)))
+        functions = [(cls, name, each) for cls in set(self._types) for name, each in _functions_of(cls)]
+        self._classes, self._names, self._functions = (list(each) for each in zip(*functions, strict=True))
+        others = {id(each) for each in (*hooked, *whole)}
+        self._dicts = [vars(each) for each in every if id(each) not in others]
         hooks: list[Any] = [h for each in every for h in (each._forward_hooks, each._forward_pre_hooks)]
         self._next_id = RemovableHandle.next_id
         self._hooks = [each for each in hooks if not each]
         self._idle = [each for each in hooks if each]
         self._idle_ids = list(chain.from_iterable(self._idle))
-        tensors = [each for each in chain(self._parameters, self._buffers) if each is not None]
+        owners: list[dict[str, Any]] = [*(each._parameters for each in every), *(each._buffers for each in still)]
+        tensors = [each for owner in owners for each in owner.values() if each is not None]
         self._quantized: list[Any] = [each for each in tensors if type(each) is NVFP4Tensor]
         self._quantized_types = list(map(type, self._quantized))
-        self._fields = [copy(vars(each)) for each in self._quantized]
-        self._scalars = list(chain.from_iterable(map(_SCALARS, self._fields)))
         self._dense = [each for each in tensors if type(each) is not NVFP4Tensor]
         # What a graph reads stays alive, even if the model has replaced it.
         self._kept = [each.detach() for each in self._dense]
-        self._addresses = self._current_addresses()
-        pairs = [(vars(each), name) for each in still for name in _attributes(each)]
-        self._attribute_dicts, self._attribute_names = [d for d, _ in pairs], [name for _, name in pairs]
+        self._places = self._current_places()
+        children: list[dict[str, Any]] = [each._modules for each in every]
+        self._holders = [each for each in (*children, *owners, *map(vars, whole)) if each]
+        self._held = self._current_values()
+        # Tensors of one element, whose == compares values. A graph reads the one that it was captured with.
+        self._singles = [i for i, t in enumerate(self._held) if isinstance(t, Tensor) and t.numel() == 1]
+        self._single = [self._held[i] for i in self._singles]
+        models = [each for each in still if isinstance(each, PreTrainedModel)]
+        pairs = [(vars(each), name) for each in models for name in _attributes(each)]
+        self._model_dicts, self._model_names = [d for d, _ in pairs], [name for _, name in pairs]
         self._attributes = list(map(_copied, self._current_attributes()))
-        self._growing = [vars(each) for each in still if not isinstance(each, nn.Linear | PreTrainedModel)]
-        self._sizes = list(map(len, self._growing))
+        own = (each for module in whole for name, each in vars(module).items() if name not in _OF_MODULES)
+        self._containers = [each for each in own if isinstance(each, list | dict)]  # they may be changed in place
+        self._contents = list(map(copy, self._containers))
         self._config = config
         configs = [config, *(vars(each).get("config", config) for each in every)]
         self._configs = list({id(each): each for each in configs}.values())
         self._values = [{name: _copied(value) for name, value in _values_of(each).items()} for each in self._configs]
 
-    def _current_addresses(self) -> list[Any]:
-        return [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in self._dense]
+    def _current_places(self) -> list[Any]:
+        tensors = self._dense
+        return [*map(Tensor.data_ptr, tensors), *map(Tensor.stride, tensors), *map(_LAYOUT, tensors)]
+
+    def _current_values(self) -> list[Any]:
+        return gc.get_referents(*self._holders, *map(vars, self._quantized))
 
     def _current_attributes(self) -> list[Any]:
-        return list(map(dict.get, self._attribute_dicts, self._attribute_names))
+        return list(map(dict.get, self._model_dicts, self._model_names))
 
     def _hold_hooks(self) -> bool:
         """Return whether no hook was added. A new hook increments a global id; without that, none is compared."""
@@ -97,29 +107,24 @@ class ModelState:
             self._next_id = RemovableHandle.next_id
         return True
 
-    def _hold_fields(self) -> bool:
-        found = list(map(vars, self._quantized))
-        return (
-            list(map(type, self._quantized)) == self._quantized_types
-            and found == self._fields
-            and all(map(is_, chain.from_iterable(map(_SCALARS, found)), self._scalars))
-        )
+    def _hold_values(self) -> bool:
+        """Return whether modules have the same children, parameters, buffers and constants, and weights the parts."""
+        found = self._current_values()
+        return found == self._held and all(map(is_, map(found.__getitem__, self._singles), self._single))
 
     def holds(self, config: Any) -> bool:
         """Return whether nothing has changed: tensors and modules are identical, constants equal."""
         try:
             return (
-                list(chain.from_iterable(map(dict.values, self._children))) == self._child
+                self._hold_values()
                 and list(map(type, self._modules)) == self._types
+                and list(map(type, self._quantized)) == self._quantized_types
                 and self._hold_hooks()
                 and not any(map(contains, self._dicts, repeat("forward")))
-                and list(chain.from_iterable(map(dict.values, self._owners))) == self._parameters
-                and _identical(chain.from_iterable(map(dict.values, self._buffer_owners)), self._buffers)
-                and self._hold_fields()
-                and self._current_addresses() == self._addresses
-                and list(map(len, self._growing)) == self._sizes
+                and self._current_places() == self._places
                 and self._current_attributes() == self._attributes
-                and all(getattr(cls, name, None) is each for cls, name, each in self._functions)
+                and self._containers == self._contents
+                and list(map(getattr, self._classes, self._names, repeat(None))) == self._functions
                 and config is self._config
                 and list(map(_values_of, self._configs)) == self._values
                 and unsupported_process() is None
@@ -132,12 +137,6 @@ class ModelState:
             ValueError,
         ):  # other tensors, whose == is elementwise
             return False
-
-
-def _identical(found: Iterable[Any], expected: list[Any]) -> bool:
-    """Return whether both have the same objects."""
-    found = list(found)
-    return len(found) == len(expected) and all(map(is_, found, expected))
 
 
 def _copied(value: Any) -> Any:
@@ -160,13 +159,9 @@ def changes_itself(module: nn.Module) -> bool:
     return any(kind in CHANGING for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
 
 
-def _attributes(module: nn.Module) -> Iterable[str]:
-    """Return the names of the constants of a module that its forward may read."""
-    if isinstance(module, nn.Linear):
-        return ()
-    if isinstance(module, PreTrainedModel):
-        return [name for name in vars(module) if not (name in _OF_MODULES | _NOT_READ or name.startswith("_"))]
-    return [name for name in vars(module) if name not in _OF_MODULES and name != "forward"]
+def _attributes(model: PreTrainedModel) -> Iterable[str]:
+    """Return the names of the constants of a model that its forward may read."""
+    return [name for name in vars(model) if not (name in _OF_MODULES | _NOT_READ or name.startswith("_"))]
 
 
 def unsupported_reason(config: Any) -> str | None:

@@ -18,8 +18,8 @@ from nvfp4_tensor.generation.fixed_cache import (
     capacity_of,
     graph_buffers_of,
     has_codes,
-    has_room,
     keeps_all_keys,
+    slides,
     static_view,
 )
 from nvfp4_tensor.generation.fused_layers import FusedLayers
@@ -153,9 +153,11 @@ class Plan:
 
     def has_room(self, cache: Any, position: int) -> bool:
         """Return whether a step can append the token at ``position`` to all layers of a cache."""
+        if position < capacity_of(cache):
+            return True
         if self._layers is None or self.description is None:
-            return position < capacity_of(cache)
-        return has_room(cache, position, [each.attention.window for each in self.description.blocks])
+            return False
+        return slides(cache, position, [each.attention.window for each in self.description.blocks])
 
     @property
     def reads_codes(self) -> bool:

@@ -104,8 +104,7 @@ def read(
     count = tokens.shape[1]
     prompt = Prompt(buffers_of(cache), cache.layers[0].length, count, rotations, starts)
     logits = _run(step, tokens, prompt, lambda x: x[:, -kept:])
-    for layer in cache.layers:
-        layer.append(count)
+    cache.append(count)
     return logits
 
 
@@ -167,8 +166,7 @@ class ShortPrompts:
             logits = static.replay().clone()
         news = [each[:, :, :count] for pair in static.buffers for each in pair]
         torch._foreach_copy_([each[:, :, :count] for pair in buffers_of(cache) for each in pair], news)
-        for layer in cache.layers:
-            layer.append(count)
+        cache.append(count)
         return logits
 
     def _run(self, static: _Static, kept: Callable[[Tensor], Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -14,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 from helpers.texts import assert_writes_its_own, prompt, relative_error, written  # noqa: E402
 from helpers.tiny_models import MIXTURES, WINDOW, tiny_model  # noqa: E402
 
-from nvfp4_tensor.generation import decode_natively, nvfp4_cache  # noqa: E402
+from nvfp4_tensor.generation import decode_natively, generate, nvfp4_cache  # noqa: E402
 from nvfp4_tensor.generation.cache_argument import CACHE, NAMES, cache_argument, cache_in  # noqa: E402
 from nvfp4_tensor.generation.families import FAMILIES, describe, family_of  # noqa: E402
 from nvfp4_tensor.generation.fixed_cache import FixedCache  # noqa: E402
@@ -254,6 +255,22 @@ def test_peft(config, steps):
     assert torch.equal(*got) and not steps
     with pytest.raises(TypeError, match="not a PeftModelForCausalLM of peft: merge its adapters"):
         decode_natively(tuned)
+
+
+def test_a_token_of_more_layers_takes_no_more_calls():
+    calls = []
+    for layers in (2, 6):
+        model = decode_natively(tiny_model("Llama", num_hidden_layers=layers))
+        text = generate(model, prompt(model), max_new_tokens=6)
+        next(text), next(text)
+        seen = []
+        sys.setprofile(lambda frame, event, _, seen=seen: seen.append(event == "call"))
+        try:
+            next(text)
+        finally:
+            sys.setprofile(None)
+        calls.append(sum(seen))
+    assert calls[0] == calls[1] < 100, calls
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
