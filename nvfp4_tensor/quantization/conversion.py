@@ -15,7 +15,6 @@ from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.matmul.backends import check_backend, check_installed
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.ops.composite.quantization import own_amax
 from nvfp4_tensor.quantization import observed_experts
 from nvfp4_tensor.quantization.callers import warn_of_merge
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
@@ -26,7 +25,7 @@ from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, 
 from nvfp4_tensor.quantization.quantize_call import once_per_call
 from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.quantization.trained import dense_linear, trained_in_nvfp4, warn_of_training
-from nvfp4_tensor.quantization.weights import WeightRef, dense_experts
+from nvfp4_tensor.quantization.weights import WeightRef, dense_experts, shared_amax
 from nvfp4_tensor.tensor.arguments import stored_spec
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -257,9 +256,7 @@ class Conversion:
         if group is None or spec.row_scaled or any(trained_in_nvfp4(each) for each in group):
             return None
         if module not in self.amax:
-            weights = [as_linear(each).weight.detach() for each in group]
-            amax = torch.stack([own_amax(weight, spec, None, 0).to(weights[0].device) for weight in weights]).amax()
-            self.amax |= dict.fromkeys(group, amax)
+            self.amax |= dict.fromkeys(group, shared_amax([as_linear(each).weight.detach() for each in group], spec))
         return self.amax[module]
 
 

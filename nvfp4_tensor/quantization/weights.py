@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,12 @@ def _by_parts(weight: Tensor, names: Sequence[str], seed: int, spec: QuantizeSpe
     states = [rng_state_of_weight(seed, name, weight.device) for name in names]
     parts = zip(weight.chunk(len(names)), states, strict=True)
     return torch.cat([quantize(part, spec, amax=amax, rng_state=state) for part, state in parts])  # type: ignore[return-value]
+
+
+def shared_amax(weights: Collection[Tensor], spec: QuantizeSpec) -> Tensor:
+    """Return the largest amax of weights that share a per-tensor scale, float32 0-d on the device of the first."""
+    each = [own_amax(weight, spec, None, 0) for weight in weights]
+    return torch.stack([amax.to(each[0].device) for amax in each]).amax()
 
 
 def dense_experts(model: nn.Module) -> Iterator[WeightRef]:

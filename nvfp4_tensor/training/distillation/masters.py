@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nvfp4_tensor.dispatch.writes import count_write
-from nvfp4_tensor.quantization.conv1d import is_linear
-from nvfp4_tensor.quantization.names import groups_of
+from nvfp4_tensor.quantization.linear import joined_linears
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
 from nvfp4_tensor.training.weights.adamw import NVFP4AdamW
@@ -176,12 +175,10 @@ class CodedMasters(Masters):
                 local_of(self.parameters[name].detach()).copy_(value)
 
 
-def joined_linears(model: nn.Module, coded: Mapping[str, Tensor]) -> Iterator[tuple[str, ...]]:
+def scale_groups(model: nn.Module, coded: Mapping[str, Tensor]) -> Iterator[tuple[str, ...]]:
     """Yield the names of linears in NVFP4 that servers join, and that share a per-tensor scale."""
-    linears = {f"{path}.weight".lstrip(".") for path, module in model.named_modules() if is_linear(module)}
-    own = {name: each for name, each in coded.items() if name in linears}
-    groups = dict.fromkeys(groups_of(own, linears).values())
-    for group in groups:
-        scales = [local_of(own[name].detach()).per_tensor_scale for name in group]  # type: ignore[attr-defined]
-        if len(group) > 1 and all(scale.shape == () and torch.equal(scale, scales[0]) for scale in scales):
-            yield group
+    names = {module: f"{path}.weight".lstrip(".") for path, module in model.named_modules()}
+    for group in dict.fromkeys(joined_linears(model, [each for each in names if names[each] in coded]).values()):
+        scales = [local_of(coded[names[each]].detach()).per_tensor_scale for each in group]  # type: ignore[attr-defined]
+        if all(scale.shape == () and torch.equal(scale, scales[0]) for scale in scales):
+            yield tuple(names[each] for each in group)

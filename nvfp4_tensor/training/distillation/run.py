@@ -29,7 +29,7 @@ from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model, qua
 from nvfp4_tensor.training.distillation.captured_step import CapturedStep, Step, can_capture
 from nvfp4_tensor.training.distillation.config import DistillConfig, Trains
 from nvfp4_tensor.training.distillation.divergence import divergence
-from nvfp4_tensor.training.distillation.masters import CodedMasters, Masters, is_coded, joined_linears
+from nvfp4_tensor.training.distillation.masters import CodedMasters, Masters, is_coded, scale_groups
 
 MEASURED_BATCHES = 4
 """Batches, the first ones, on which the loss before and after training is measured."""
@@ -260,7 +260,7 @@ class _Run:
         decay, betas = config.weight_decay, config.betas
         options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "weight_decay": decay}
         coded = {name: each for name, each in parameters.items() if is_coded(each)}
-        groups = list(joined_linears(model, coded))
+        groups = list(scale_groups(model, coded))
         if config.nvfp4_masters:
             coded_masters = CodedMasters(parameters, {}, groups)
             self.masters: Masters = coded_masters

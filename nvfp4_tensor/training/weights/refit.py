@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.random_state import rng_state_of
+from nvfp4_tensor.quantization.conv1d import is_linear
+from nvfp4_tensor.quantization.linear import joined_linears
+from nvfp4_tensor.quantization.weights import shared_amax
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
 RefitTarget: TypeAlias = "str | tuple[str, int] | None"
@@ -62,6 +67,7 @@ def refit_(
 
     Codes, scales and per-tensor scales are written in place, so the next replay of a CUDA graph uses the new weights.
     Static activation scales do not change. The result equals :func:`quantize` of the given weight, in its dtype.
+    Linears that servers join (q, k and v; gate and up) share a scale, as after ``quantize_`` of the model.
 
     All names and shapes are checked before the first write, so an iterator is consumed first.
 
@@ -100,8 +106,8 @@ def refit_(
     devices = {targets[name].device for name in writes}
     _synchronize(devices)
     start = time.perf_counter()
-    for name, slices in writes.items():
-        _write(name, targets[name], slices, round_mode, seed, step)
+    for group in _groups(model, targets, writes):
+        _write({name: writes[name] for name in group}, targets, round_mode, seed, step)
     _synchronize(devices)
     seconds = time.perf_counter() - start
     quantized = sum(isinstance(targets[name], NVFP4Tensor) for name in writes)
@@ -167,21 +173,49 @@ def _check_write(name: str, target: Tensor, slices: list[Tensor], indices: _Slic
         raise ValueError(f"{name} is {tuple(target.shape)} in the model and {shape} as given. Nothing was written")
 
 
+def _groups(model: nn.Module, targets: dict[str, Tensor], writes: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return the names to write, those together whose linears share a per-tensor scale; warn of parts of a group."""
+    names = {
+        model.get_submodule(name.removesuffix("weight").removesuffix(".")): name
+        for name in writes
+        if name.endswith("weight") and isinstance(t := targets[name], NVFP4Tensor) and not t.per_tensor_scale.dim()
+    }
+    groups = {names[each]: tuple(map(names.get, group)) for each, group in joined_linears(model, names).items()}
+    whole = joined_linears(model, [module for module in model.modules() if is_linear(module)])
+    if parts := [names[each] for each in names if not names.keys() >= set(whole.get(each, ()))]:
+        warnings.warn(
+            f"{_abbreviated(parts)} without the linears that servers join with them: they no longer share a per-tensor "
+            "scale, and saving rounds them again. Give q, k and v, or gate and up, in one call",
+            stacklevel=user_level(),
+        )
+    return list(dict.fromkeys(groups.get(name, (name,)) for name in writes))  # type: ignore[arg-type]
+
+
 def _write(
-    name: str, target: Tensor, slices: list[Tensor], round_mode: RoundingMode | str | None, seed: int, step: int
+    group: dict[str, list[Tensor]],
+    targets: dict[str, Tensor],
+    round_mode: RoundingMode | str | None,
+    seed: int,
+    step: int,
 ) -> None:
-    weight = torch.cat([t.to(target.device) for t in slices]) if len(slices) > 1 else slices[0]
-    if not isinstance(target, NVFP4Tensor):
-        target.copy_(weight)
-        return
-    weight = weight.to(target.device)
-    spec = target.spec if round_mode is None else target.spec.with_round_mode(round_mode)
-    rng_state = rng_state_of("refit", seed, name, step, target.device) if spec.is_stochastic else None
-    by_matrix = target.per_tensor_scale.dim() == 2 and len(target) > 0
-    new = (quantize_experts if by_matrix else quantize)(
-        weight.mT if target.transposed else weight, spec, rng_state=rng_state
-    )
-    target.copy_(new.mT if target.transposed else new)
+    """Write weights that share a per-tensor scale, or a single one."""
+    weights = {}
+    for name, slices in group.items():
+        weight = torch.cat([t.to(targets[name].device) for t in slices]) if len(slices) > 1 else slices[0]
+        if not isinstance(targets[name], NVFP4Tensor):
+            targets[name].copy_(weight)
+            return
+        weights[name] = weight.to(targets[name].device)
+    amax = shared_amax(weights.values(), targets[name].spec) if len(group) > 1 else None
+    for name, weight in weights.items():
+        target = targets[name]
+        spec = target.spec if round_mode is None else target.spec.with_round_mode(round_mode)
+        rng_state = rng_state_of("refit", seed, name, step, target.device) if spec.is_stochastic else None
+        if target.per_tensor_scale.dim() == 2 and len(target):
+            new = quantize_experts(weight.mT if target.transposed else weight, spec, rng_state=rng_state)
+        else:
+            new = quantize(weight.mT if target.transposed else weight, spec, amax=amax, rng_state=rng_state)
+        target.copy_(new.mT if target.transposed else new)
 
 
 def _synchronize(devices: set[torch.device]) -> None:

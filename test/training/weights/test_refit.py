@@ -10,6 +10,9 @@ from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, quant
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.training import refit_
 
+HADAMARD = QuantizeSpec(hadamard_sign=True)
+Q = "attention.q_proj.weight"
+
 
 def trainer(dtype=torch.float32):
     return nn.Sequential(nn.Linear(72, 48), nn.BatchNorm1d(48), nn.Linear(48, 24)).to(dtype)
@@ -155,3 +158,36 @@ def test_a_cuda_graph_sees_the_new_weights():
         graph.replay()
         assert not torch.equal(y, old)
         assert torch.equal(y, model(x))
+
+
+def block():
+    """Linears that servers join: q, k and v; gate and up."""
+    heads = {name: nn.Linear(64, rows) for name, rows in [("q_proj", 48), ("k_proj", 16), ("v_proj", 32)]}
+    mlp = {name: nn.Linear(64, 64) for name in ("gate_proj", "up_proj", "down_proj")}
+    model = nn.ModuleDict({"attention": nn.ModuleDict(heads), "mlp": nn.ModuleDict(mlp)})
+    for i, parameter in enumerate(model.parameters()):
+        parameter.data.mul_(i + 1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "config", [NVFP4WeightOnlyConfig(four_over_six=True), NVFP4Config(weight_spec=HADAMARD, activation_spec=HADAMARD)]
+)
+def test_what_servers_join_shares_a_scale_as_after_quantize_(config):
+    model, new = block(), block()
+    quantize_(model, config)
+    weights = {name: value.clone() for name, value in reversed(new.state_dict().items())}
+    weights["0"], weights["1"] = weights.pop(Q).split(24)  # a trainer that has q in two parts
+    refit_(model, weights, name_map=lambda name: (Q, int(name)) if name.isdigit() else name)
+    quantize_(new, config)
+    assert torch.equal(stored_bits(*tensors(model)), stored_bits(*tensors(new)))
+
+
+def test_a_part_of_what_servers_join_warns():
+    model, weights = block(), block().state_dict()
+    quantize_(model, NVFP4WeightOnlyConfig())
+    given = {name: weights[name] for name in (Q, "mlp.up_proj.weight", "mlp.down_proj.weight")}
+    with pytest.warns(UserWarning, match=f"^{Q}, mlp.up_proj.weight without the linears") as caught:
+        refit_(model, given, strict=False)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert torch.equal(model.get_parameter(Q).qdata, quantize(weights[Q]).qdata)
