@@ -11,11 +11,20 @@ from torch import nn
 from torchao.quantization import quantize_
 from torchao.quantization.qat import QATConfig
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, checkpoints
+from nvfp4_tensor import (
+    NVFP4Config,
+    NVFP4Tensor,
+    NVFP4WeightOnlyConfig,
+    QuantizeSpec,
+    calibrate,
+    checkpoints,
+    quantize_model,
+)
 from nvfp4_tensor.quantization import NVFP4Linear, gptq, sensitivity
 from nvfp4_tensor.quantization.experts import is_experts
 from nvfp4_tensor.quantization.weights import dense_experts
 from nvfp4_tensor.training import (
+    RECIPES,
     NVFP4AdamW,
     NVFP4TrainingConfig,
     NVFP4TrainingLinear,
@@ -105,6 +114,19 @@ def test_as_if_dense_first(kind, route):
     assert isinstance(model[2].weight, NVFP4Tensor) and not model[2].weight.requires_grad
     assert (model[0].weight is model[2].weight) == (kind == "tied")
     assert_same(model, dense)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_deployed_without_a_loss(name):
+    """The config of its specs multiplies what the training forward multiplied, so the loss is equal to the bit."""
+    model, recipe = trained(NVFP4TrainingConfig(name)), RECIPES[name]
+    config = NVFP4WeightOnlyConfig(weight_spec=recipe.w)
+    if recipe.x is not None:
+        config = NVFP4Config(weight_spec=recipe.w, activation_spec=recipe.x)
+    with torch.no_grad():
+        loss, of_dense = (each(X).float().square().mean() for each in (model, to_dense(copy.deepcopy(model))))
+        quantize_model(model, config)
+        assert model(X).float().square().mean() == loss != of_dense
 
 
 def test_sensitivity_measures_the_dense_model():

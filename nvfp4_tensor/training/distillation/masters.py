@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nvfp4_tensor.dispatch.writes import count_write
-from nvfp4_tensor.quantization.linear import joined_linears
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
 from nvfp4_tensor.training.weights.adamw import NVFP4AdamW
@@ -173,12 +172,3 @@ class CodedMasters(Masters):
         with torch.no_grad():
             for name, value in state["values"].items():
                 local_of(self.parameters[name].detach()).copy_(value)
-
-
-def scale_groups(model: nn.Module, coded: Mapping[str, Tensor]) -> Iterator[tuple[str, ...]]:
-    """Yield the names of linears in NVFP4 that servers join, and that share a per-tensor scale."""
-    names = {module: f"{path}.weight".lstrip(".") for path, module in model.named_modules()}
-    for group in dict.fromkeys(joined_linears(model, [each for each in names if names[each] in coded]).values()):
-        scales = [local_of(coded[names[each]].detach()).per_tensor_scale for each in group]  # type: ignore[attr-defined]
-        if all(scale.shape == () and torch.equal(scale, scales[0]) for scale in scales):
-            yield tuple(names[each] for each in group)

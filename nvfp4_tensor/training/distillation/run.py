@@ -29,7 +29,8 @@ from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model, qua
 from nvfp4_tensor.training.distillation.captured_step import CapturedStep, Step, can_capture
 from nvfp4_tensor.training.distillation.config import DistillConfig, Trains
 from nvfp4_tensor.training.distillation.divergence import divergence
-from nvfp4_tensor.training.distillation.masters import CodedMasters, Masters, is_coded, scale_groups
+from nvfp4_tensor.training.distillation.masters import CodedMasters, Masters, is_coded
+from nvfp4_tensor.training.weights.base import scale_groups
 
 MEASURED_BATCHES = 4
 """Batches, the first ones, on which the loss before and after training is measured."""

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from nvfp4_tensor.quantization.linear import joined_linears
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 def local_of(t: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or the tensor itself."""
     return t._local_tensor if isinstance(t, DTensor) else t
+
+
+def scale_groups(model: nn.Module, coded: Mapping[str, Tensor]) -> Iterator[tuple[str, ...]]:
+    """Yield the names of linears in NVFP4 that servers join, and that share a per-tensor scale."""
+    names = {module: f"{path}.weight".lstrip(".") for path, module in model.named_modules()}
+    for group in dict.fromkeys(joined_linears(model, [each for each in names if names[each] in coded]).values()):
+        scales = [local_of(coded[names[each]].detach()).per_tensor_scale for each in group]  # type: ignore[attr-defined]
+        if all(scale.shape == () and torch.equal(scale, scales[0]) for scale in scales):
+            yield tuple(names[each] for each in group)
 
 
 class WeightOptimizer(torch.optim.Optimizer):

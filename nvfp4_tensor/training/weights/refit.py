@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -15,10 +15,9 @@ from nvfp4_tensor._compat.frames import user_level
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.random_state import rng_state_of
-from nvfp4_tensor.quantization.conv1d import is_linear
-from nvfp4_tensor.quantization.linear import joined_linears
 from nvfp4_tensor.quantization.weights import shared_amax
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
+from nvfp4_tensor.training.weights.base import scale_groups
 
 RefitTarget: TypeAlias = "str | tuple[str, int] | None"
 """The target of a trainer's weight: a name in the model, the name of a fused weight and an index, or None."""
@@ -67,7 +66,7 @@ def refit_(
 
     Codes, scales and per-tensor scales are written in place, so the next replay of a CUDA graph uses the new weights.
     Static activation scales do not change. The result equals :func:`quantize` of the given weight, in its dtype.
-    Linears that servers join (q, k and v; gate and up) share a scale, as after ``quantize_`` of the model.
+    Linears that share a per-tensor scale (q, k and v; gate and up, after ``quantize_`` of the model) go on sharing one.
 
     All names and shapes are checked before the first write, so an iterator is consumed first.
 
@@ -173,22 +172,23 @@ def _check_write(name: str, target: Tensor, slices: list[Tensor], indices: _Slic
         raise ValueError(f"{name} is {tuple(target.shape)} in the model and {shape} as given. Nothing was written")
 
 
-def _groups(model: nn.Module, targets: dict[str, Tensor], writes: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return the names to write, those together whose linears share a per-tensor scale; warn of parts of a group."""
-    names = {
-        model.get_submodule(name.removesuffix("weight").removesuffix(".")): name
-        for name in writes
-        if name.endswith("weight") and isinstance(t := targets[name], NVFP4Tensor) and not t.per_tensor_scale.dim()
-    }
-    groups = {names[each]: tuple(map(names.get, group)) for each, group in joined_linears(model, names).items()}
-    whole = joined_linears(model, [module for module in model.modules() if is_linear(module)])
-    if parts := [names[each] for each in names if not names.keys() >= set(whole.get(each, ()))]:
+def _groups(model: nn.Module, targets: dict[str, Tensor], writes: Collection[str]) -> list[tuple[str, ...]]:
+    """Return the names to write, those together that share a per-tensor scale; warn of parts of a group."""
+    coded = {name: each for name, each in targets.items() if isinstance(each, NVFP4Tensor) and not each.is_meta}
+    groups, parts = {}, []
+    for group in scale_groups(model, coded):
+        given = [name for name in group if name in writes]
+        if len(given) == len(group):
+            groups |= dict.fromkeys(group, group)
+        else:
+            parts += given
+    if parts:
         warnings.warn(
             f"{_abbreviated(parts)} without the linears that servers join with them: they no longer share a per-tensor "
             "scale, and saving rounds them again. Give q, k and v, or gate and up, in one call",
             stacklevel=user_level(),
         )
-    return list(dict.fromkeys(groups.get(name, (name,)) for name in writes))  # type: ignore[arg-type]
+    return list(dict.fromkeys(groups.get(name, (name,)) for name in writes))
 
 
 def _write(

@@ -38,9 +38,10 @@ def trainer_of(recipe):
 
 
 def exported(model, recipe):
-    """Return a copy with the weights quantized as the trainer's forward quantizes them."""
+    """Return a copy with the weights quantized as the trainer's forward quantizes them: each with its own scale."""
     server = training.to_dense(copy.deepcopy(model))
-    quantize_(server.base_model, NVFP4WeightOnlyConfig(weight_spec=training.RECIPES[recipe].w))
+    for linear in (each for each in server.base_model.modules() if isinstance(each, torch.nn.Linear)):
+        quantize_(linear, NVFP4WeightOnlyConfig(weight_spec=training.RECIPES[recipe].w))
     return server
 
 

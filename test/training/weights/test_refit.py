@@ -173,14 +173,20 @@ def block():
 @pytest.mark.parametrize(
     "config", [NVFP4WeightOnlyConfig(four_over_six=True), NVFP4Config(weight_spec=HADAMARD, activation_spec=HADAMARD)]
 )
-def test_what_servers_join_shares_a_scale_as_after_quantize_(config):
-    model, new = block(), block()
-    quantize_(model, config)
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_shares_a_scale_goes_on_sharing_one(config, alone):
+    def quantized(model):
+        for part in [*model.attention.values(), *model.mlp.values()] if alone else [model]:
+            quantize_(part, config)
+        return model
+
+    model, new = quantized(block()), block()
     weights = {name: value.clone() for name, value in reversed(new.state_dict().items())}
     weights["0"], weights["1"] = weights.pop(Q).split(24)  # a trainer that has q in two parts
     refit_(model, weights, name_map=lambda name: (Q, int(name)) if name.isdigit() else name)
-    quantize_(new, config)
-    assert torch.equal(stored_bits(*tensors(model)), stored_bits(*tensors(new)))
+    assert torch.equal(stored_bits(*tensors(model)), stored_bits(*tensors(quantized(new))))
+    q, k, v = (each.weight.per_tensor_scale for each in model.attention.values())
+    assert (q == k == v) != alone
 
 
 def test_a_part_of_what_servers_join_warns():
