@@ -41,6 +41,12 @@ def make_headroom(parameter: Tensor) -> None:
     if top * _HEADROOM <= E4M3_MAX:
         return
     power = 2.0 ** math.ceil(math.log2(top * _HEADROOM / E4M3_MAX))
+    move_to_per_tensor_scale(w, power)
+
+
+def move_to_per_tensor_scale(w: NVFP4Tensor, power: float) -> None:
+    """Divide the block scales of w in place by a power of two, and multiply the per-tensor scale by it."""
+    scale = w.scale.float()
     scaled = torch.where(scale.isnan(), torch.nan, scale / power).to(torch.float8_e4m3fn)
     w.scale.view(torch.uint8).copy_(scaled.view(torch.uint8))
     w.per_tensor_scale.mul_(power)

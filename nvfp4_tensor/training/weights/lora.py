@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +16,8 @@ from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.tensor.fp8 import NOT_MERGED, FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
+from nvfp4_tensor.training.weights.base import scale_groups
+from nvfp4_tensor.training.weights.headroom import move_to_per_tensor_scale
 
 
 @torch.no_grad()
@@ -50,7 +53,8 @@ def merge_low_rank(
     _check_weight(w, "w")
     if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != w.shape or a.shape[0] != b.shape[1]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} are not (r, K) and (N, r) of w {tuple(w.shape)}")
-    return _requantized(w, (b.float() @ a.float()) * scaling, round_mode, rng_state, generator)
+    values = w.dequantize(torch.float32) + (b.float() @ a.float()) * scaling
+    return _requantized(w, values, round_mode, rng_state, generator)
 
 
 @torch.no_grad()
@@ -60,10 +64,12 @@ def merge_lora(
     """Merge peft's active LoRA adapters into the weights, in place, and return the model without adapters.
 
     To an NVFP4 weight, the sum of the adapters' deltas is added in float32, and the result is rounded once. Specs,
-    static activation scales and backends do not change. peft merges dense weights (linears, embeddings, convolutions,
-    attention, DoRA and the like), trainable tokens and modules_to_save. In contrast, peft's ``merge_and_unload()`` with
-    ``get_apply_tensor_subclass`` rounds once per adapter, in the weight's dtype, by that config; and it leaves adapters
-    within modules_to_save in place, which are merged here.
+    static activation scales and backends do not change. Linears that share a per-tensor scale go on sharing one.
+
+    peft merges dense weights (linears, embeddings, convolutions, attention, DoRA and the like), trainable tokens and
+    modules_to_save. In contrast, peft's ``merge_and_unload()`` with ``get_apply_tensor_subclass`` rounds once per
+    adapter, in the weight's dtype, by that config; and it leaves adapters within modules_to_save in place, which are
+    merged here.
 
     Args:
         model: the result of ``peft.get_peft_model`` or ``PeftModel.from_pretrained``.
@@ -90,16 +96,40 @@ def merge_lora(
     layers = _checked_layers(model, mode)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ()))
+    coded = {name: each for name, each in model.named_parameters() if isinstance(each, NVFP4Tensor)}
+    adapted = {}
     for name, layer in layers.items():
-        weight = getattr(layer.get_base_layer(), "weight", None)
-        if isinstance(weight, NVFP4Tensor):
-            adapters = _adapters(layer)
-            if adapters:
-                rng_state = rng_state_of("merge", seed, name, 0, weight.device)
-                weight.copy_(_requantized(weight, _delta(layer, adapters), mode, rng_state, None))
+        if isinstance(getattr(layer.get_base_layer(), "weight", None), NVFP4Tensor):
             layer.merge = _skip_merge
+            if _adapters(layer):
+                adapted[f"{name}.base_layer.weight"] = layer
+    groups = {name: group for group in scale_groups(model, coded) for name in group}
+    for group in dict.fromkeys(groups.get(name, (name,)) for name in adapted):
+        _merge_group({name: coded[name] for name in group}, adapted, mode, seed)
     _unwrap_saved_modules(model)
     return model.merge_and_unload()
+
+
+def _merge_group(weights: dict[str, NVFP4Tensor], adapted: dict[str, Any], mode: RoundingMode, seed: int) -> None:
+    """Merge a weight, or weights that share a per-tensor scale and go on sharing one, of which some have adapters.
+
+    Those without adapters keep their codes: where the sums of others need a larger scale, it is 2, 4, ... times larger.
+    """
+    sums = {name: w.dequantize(torch.float32) + _delta(adapted[name]) for name, w in weights.items() if name in adapted}
+    first, scale = next(iter(weights.values())), None
+    amax = torch.stack([torch.ops.nvfp4.amax(each).to(first.device) for each in sums.values()]).amax()
+    if len(sums) < len(weights):
+        held = first.per_tensor_scale.clone()
+        power = 2.0 ** math.ceil(math.log2(max((amax / (held * first.spec.largest_value)).item(), 1.0)))
+        for name in weights.keys() - sums.keys():
+            move_to_per_tensor_scale(weights[name], power)
+        scale = held * power
+        amax = scale * first.spec.largest_value
+    for name, values in sums.items():
+        w = weights[name]
+        rng_state = rng_state_of("merge", seed, name.removesuffix(".base_layer.weight"), 0, w.device)
+        new = _requantized(w, values, mode, rng_state, None, amax)
+        w.copy_(new if scale is None else new._replace(per_tensor_scale=scale.to(w.device)))
 
 
 def _unwrap_saved_modules(model: nn.Module) -> None:
@@ -120,11 +150,11 @@ def _adapters(layer: Any) -> list[str]:
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
-def _delta(layer: Any, adapters: list[str]) -> Tensor:
-    """Return the sum of the adapters' deltas, float32 (N, K)."""
+def _delta(layer: Any) -> Tensor:
+    """Return the sum of the active adapters' deltas, float32 (N, K)."""
     products = [
         (layer.lora_B[name].weight.float() @ layer.lora_A[name].weight.float()) * layer.scaling[name]
-        for name in adapters
+        for name in _adapters(layer)
     ]
     return torch.stack(products).sum(dim=0) if len(products) > 1 else products[0]
 
@@ -252,13 +282,15 @@ def _check_weight(w: Any, name: str) -> None:
 
 def _requantized(
     w: NVFP4Tensor,
-    delta: Tensor,
+    values: Tensor,
     round_mode: RoundingMode | str,
     rng_state: Tensor | None,
     generator: torch.Generator | None,
+    amax: Tensor | None = None,
 ) -> NVFP4Tensor:
     spec = w.spec.with_round_mode(round_mode)
     if not spec.is_stochastic:
         rng_state = generator = None
-    new = requantize(w, w.dequantize(torch.float32) + delta, spec, rng_state=rng_state, generator=generator)
+    amax = None if amax is None else amax.to(w.device)
+    new = requantize(w, values, spec, amax=amax, rng_state=rng_state, generator=generator)
     return w._replace(qdata=new.qdata, scale=new.scale, per_tensor_scale=new.per_tensor_scale)

@@ -13,7 +13,7 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.random_state import rng_state_of
-from nvfp4_tensor.training import merge_lora, merge_low_rank
+from nvfp4_tensor.training import merge_lora, merge_low_rank, refit_
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -304,6 +304,31 @@ def test_linears_of_a_model_are_merged_in_place_and_rounded_once(config):
     expected = quantize(total, QuantizeSpec().with_round_mode("stochastic"), rng_state=rng_state)
     assert torch.equal(codes[0], expected.qdata) and torch.equal(codes[0], codes[1])
     assert not any(torch.equal(codes[0], other) for other in codes[2:])
+
+
+@pytest.mark.parametrize(("adapted", "size"), [("qv", 0.01), ("qv", 3.0), ("qkv", 1.0)])
+def test_what_shares_a_scale_goes_on_sharing_one(adapted, size):
+    """What has no adapter keeps its values; with all merged, the bits are those of quantize_ of the sums."""
+    torch.manual_seed(0)
+    base = nn.ModuleDict({f"{name}_proj": nn.Linear(32, rows) for name, rows in (("q", 48), ("k", 16), ("v", 16))})
+    quantize_(base, NVFP4WeightOnlyConfig())
+    sums = {f"{name}_proj.weight": base[f"{name}_proj"].weight.dequantize() for name in "qkv"}
+    config = peft.LoraConfig(r=4, target_modules=[f"{name}_proj" for name in adapted], init_lora_weights=False)
+    new = copy.deepcopy(base)
+    model = peft.get_peft_model(base, config)
+    for name in adapted:
+        layer = model.base_model.model[f"{name}_proj"]
+        layer.lora_B["default"].weight.data *= size
+        sums[f"{name}_proj.weight"] += layer.get_delta_weight("default")
+    merged = {name: p for name, p in merge_lora(model, round_mode="rne").named_parameters() if name in sums}
+    scales = {p.per_tensor_scale.item() for p in merged.values()}
+    assert len(scales) == 1
+    for name, exact in sums.items():
+        expected = exact if name[0] not in adapted else quantize(exact, amax=scales.copy().pop() * 2688).dequantize()
+        torch.testing.assert_close(merged[name].dequantize(), expected, rtol=1e-6, atol=0)
+    if adapted == "qkv":
+        refit_(new, sums, strict=False)
+        assert all(torch.equal(merged[name].qdata, new.get_parameter(name).qdata) for name in sums)
 
 
 def merged_pair(change):
