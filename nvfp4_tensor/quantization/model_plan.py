@@ -101,11 +101,11 @@ class ModelPlan(dict[str, PlannedMatrix]):
             kind = "NVFP4" if each.is_quantized else "dense"
             rows[pattern, " x ".join(map(str, each.shape)), kind, each.reason] += 1
         cells = [("", "matrix", "shape", "", "reason"), *((f"{n} x", *row) for row, n in rows.items())]
-        widths = [max(len(row[i]) for row in cells) for i in range(5)]
-        lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells)
         total = sum(_size(each) for each in self.values())
         share = sum(_size(each) for each in self.values() if each.is_quantized) / max(total, 1)
-        return "\n".join([*lines, f"{len(self.quantized)} of {len(self)} matrices quantized, {share:.1%} of elements"])
+        return "\n".join(
+            [*aligned(cells), f"{len(self.quantized)} of {len(self)} matrices quantized, {share:.1%} of elements"]
+        )
 
     def left_dense(self) -> str:
         """Return what stays dense and why, one line for each reason, without what is no linear."""
@@ -228,6 +228,12 @@ def _unfit(each: Matrix, any_columns: bool) -> str:
     if each.shape[-1] % BLOCK and not any_columns:
         return f"in files, columns that are not a multiple of {BLOCK} {_UNFIT}"
     return ""
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row of a table, its cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 _EXPERTS = re.compile(r"^(?P<module>.*?)\.?\bexperts\.(?P<index>\d+\.)?")

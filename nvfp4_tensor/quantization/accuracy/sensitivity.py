@@ -13,7 +13,7 @@ from torch.nn.functional import kl_div
 from tqdm import tqdm
 
 from nvfp4_tensor.quantization.accuracy.gptq.run import find_targets
-from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of
+from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, logits_of
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored, to_dense
@@ -247,11 +247,4 @@ def _part(
 
 
 def _log_probabilities(model: nn.Module, batch: Any) -> Tensor:
-    output = call_model(model, batch)
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
-        raise TypeError(
-            f"sensitivity compares logits (..., classes) or an output with .logits, and {type(model).__name__} "
-            f"returned {type(logits).__name__}: pass a module whose forward returns only logits"
-        )
-    return logits.float().log_softmax(dim=-1)
+    return logits_of(call_model(model, batch), model, "sensitivity").float().log_softmax(dim=-1)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode
+from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, logits_of
 from nvfp4_tensor.quantization.calibration import calibrate
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.linear import shared_parameters
@@ -365,7 +365,7 @@ class _Run:
         with torch.no_grad():
             target = call_model(self.teacher, batch)
         output = call_model(self.model, batch)
-        logits, exact = _logits(output, self.model), _logits(target, self.teacher)
+        logits, exact = logits_of(output, self.model, "distill"), logits_of(target, self.teacher, "distill")
         mask = mask if mask is not None and mask.shape == logits.shape[:-1] else None
         loss = divergence(logits, exact, mask, reverse=self.config.reverse)
         if not self.config.hidden:
@@ -441,13 +441,3 @@ class _Run:
         self.optimizer.load_state_dict(state["optimizer"])
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(options)  # those of this device
-
-
-def _logits(output: Any, model: nn.Module) -> Tensor:
-    logits = getattr(output, "logits", output)
-    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
-        raise TypeError(
-            f"distill compares logits (..., classes) or an output with .logits, and {type(model).__name__} returned "
-            f"{type(logits).__name__}: pass a module whose forward returns only logits"
-        )
-    return logits

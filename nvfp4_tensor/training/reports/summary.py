@@ -8,7 +8,7 @@ import math
 from torch import nn
 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.quantization.model_plan import Kind, Matrix
+from nvfp4_tensor.quantization.model_plan import Kind, Matrix, aligned
 from nvfp4_tensor.quantization.whole_model import matrices_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
@@ -40,10 +40,6 @@ class Summary:
             (row.name or "(model)", " x ".join(map(str, row.shape)), row.recipe, row.forward, row.backward)
             for row in self.rows
         ]
-        widths = [max(len(line[i]) for line in cells) for i in range(5)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-        ]
         recipes = sorted({row.recipe for row in self.rows})
         weights = {r: sum(math.prod(row.shape) for row in self.rows if row.recipe == r) for r in recipes}
         total = sum(weights.values())
@@ -51,7 +47,7 @@ class Summary:
             f"{sum(row.recipe == r for row in self.rows)} {r} ({weights[r] / max(total, 1):.1%} of the weights)"
             for r in recipes
         ]
-        return "\n".join([*lines, *counts])
+        return "\n".join([*aligned(cells), *counts])
 
 
 def summary(model: nn.Module) -> Summary:

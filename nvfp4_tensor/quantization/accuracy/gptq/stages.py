@@ -91,6 +91,17 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def logits_of(output: Any, model: nn.Module, caller: str) -> Tensor:
+    """Return the logits (..., classes) that a model's output is or has; raise a TypeError in the name of ``caller``."""
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor) or not logits.is_floating_point() or logits.dim() == 0:
+        raise TypeError(
+            f"{caller} compares logits (..., classes) or an output with .logits, and {type(model).__name__} returned "
+            f"{type(logits).__name__}: pass a module whose forward returns only logits"
+        )
+    return logits
+
+
 class _Recorder:
     """Call the model with each layer's forward replaced: it returns its input, in the output format of the first.
 
