@@ -160,14 +160,6 @@ def test_a_new_tensor_multiplies_as_what_it_is_like():
     assert shapes == [(2, 1), (5,), (8,), (5,)] and torch.empty_like(experts).per_tensor_scale.tolist() == [[1]] * 3
 
 
-def test_swap_tensors():
-    a, b = matrix(), quantize(torch.randn(3, 5).bfloat16())
-    values = a.dequantize(), b.dequantize()
-    torch.utils.swap_tensors(a, b)
-    assert torch.equal(a.dequantize(), values[1]) and torch.equal(b.dequantize(), values[0])
-    assert a.shape == (3, 5) and a.dtype == torch.bfloat16
-
-
 READS = {
     "abs max": lambda t: t.abs().max(), "amax dim": lambda t: t.amax(dim=1), "sum": lambda t: t.sum(),
     "mean dim": lambda t: t.mean(0), "norm": lambda t: t.norm(), "vector_norm": lambda t: torch.linalg.vector_norm(t),

@@ -356,12 +356,3 @@ def test_slice_and_copy_as_vllm_does(config, monkeypatch):
     monkeypatch.setattr(torchao_tests, "get_current_accelerator_device", lambda: "cpu")
     name = "_test_slice_and_copy_similar_to_vllm"
     getattr(torchao_tests.TorchAOIntegrationTestCase(name), name)(config)
-
-
-@pytest.mark.parametrize("to, source", [(slice(1, 300), slice(299)), (slice(299), slice(1, 300))])
-def test_a_part_is_copied_to_one_that_overlaps_it(to, source):
-    t = quantize(torch.randn(300, 64))
-    expected = t.dequantize().clone()
-    expected[to] = t.dequantize()[source].clone()
-    t[to].copy_(t[source])
-    assert torch.equal(t.dequantize(), expected)
