@@ -53,9 +53,9 @@ def save(
         format: the name of a format of :data:`FORMATS`.
         weight_only: omit the quantization of activations (W4A4 becomes W4A16).
         mismatched_scales: what to do with linears that servers join (q, k and v; gate and up) if their per-tensor
-            scales differ, because vLLM computes wrong numbers with them. "requantize" warns, and quantizes them again
-            with the largest scale, which adds 3 to 4 % to their error. "keep" writes them unchanged. "refuse" raises a
-            ValueError.
+            scales differ, because vLLM computes wrong numbers with them. They get the largest scale: with the same
+            values if powers of two lie between, as after training in NVFP4; otherwise "requantize" warns, and quantizes
+            them again, which adds 3 to 4 % to their error. "keep" writes them unchanged. "refuse" raises a ValueError.
         config: the content of config.json. The default is ``model.config`` of a transformers model; without one,
             config.json is not written.
         progress: show a progress bar.
@@ -175,39 +175,56 @@ class ModelCheckpoint(Checkpoint):
 
     def _share_scales(self, groups: list[tuple[str, ...]], mismatched_scales: MismatchedScales) -> None:
         """Give the linears of each group the largest of their per-tensor scales."""
-        names = some([" and ".join(group) for group in groups])
-        if mismatched_scales == "refuse":
+        rounded = []
+        for group in groups:
+            linears = [self.linear(name) for name in group]
+            # The scale of a weight of zeros is 1, and does not matter.
+            scales = [parts.per_tensor_scale for parts in linears if parts.qdata.bitwise_and(0x77).any()]
+            largest = torch.stack(scales or [linears[0].per_tensor_scale]).amax()
+            self._shared.update(dict.fromkeys(group, largest))
+            if any(_moved(parts, largest) is None for parts in linears):
+                rounded.append(group)
+        names = some([" and ".join(group) for group in rounded])
+        if rounded and mismatched_scales == "refuse":
             raise ValueError(
-                f"{len(groups)} groups of linears that servers join have different per-tensor scales: {names}. "
+                f"{len(rounded)} groups of linears that servers join have different per-tensor scales: {names}. "
                 "mismatched_scales='requantize' gives them one"
             )
-        warnings.warn(
-            f"requantizing {len(groups)} groups of linears that servers join, because each group needs one per-tensor "
-            f"scale: {names}. One call of quantize_model or quantize_ for the whole model gives each group one scale",
-            stacklevel=4,
-        )
-        for group in groups:
-            # The scale of a weight of zeros is 1, and does not matter.
-            scales = [
-                parts.per_tensor_scale for name in group if (parts := self.linear(name)).qdata.bitwise_and(0x77).any()
-            ]
-            largest = torch.stack(scales or [self.per_tensor_scale(group[0])]).amax()
-            self._shared.update(dict.fromkeys(group, largest))
+        if rounded:
+            warnings.warn(
+                f"requantizing {len(rounded)} groups of linears that servers join, because each group needs one "
+                f"per-tensor scale: {names}. One call of quantize_model or quantize_ for the whole model gives each "
+                "group one scale",
+                stacklevel=4,
+            )
 
     def _requantized(self, name: str, parts: LinearParts) -> LinearParts:
-        """Quantize a weight again with the shared scale. Weights that have this scale, or are zero, keep their
-        codes."""
+        """Give a weight the shared scale: with its own codes, or else quantized again."""
         shared = self._shared[name]
-        if torch.equal(parts.per_tensor_scale, shared):
-            return parts
-        if not parts.qdata.bitwise_and(0x77).any():
-            return parts.replace(per_tensor_scale=shared, divisor=None)
+        if (moved := _moved(parts, shared)) is not None:
+            return moved
         weight = self._tensors[self._parameter[name]]
         assert isinstance(weight, NVFP4Tensor)
         spec = weight.spec.replace(round_mode=RoundingMode.RNE) if weight.spec.is_stochastic else weight.spec
         stored = tensor_of(parts, torch.float32)
         again = parts_of(requantize(stored, stored.dequantize(), spec, amax=shared * spec.largest_value))
         return parts.replace(qdata=again.qdata, scale=again.scale, per_tensor_scale=shared, divisor=None)
+
+
+def _moved(parts: LinearParts, shared: Tensor) -> LinearParts | None:
+    """Return a weight with another per-tensor scale, the same codes and the same values; None if none is.
+
+    A weight of zeros has one; so have those whose scales were the shared one times powers of two, as after training in
+    NVFP4, and whose block scales can be divided by these.
+    """
+    if torch.equal(parts.per_tensor_scale, shared):
+        return parts
+    power, scale = shared / parts.per_tensor_scale, parts.scale
+    if parts.qdata.bitwise_and(0x77).any():
+        scale = (parts.scale.float() / power).to(parts.scale.dtype)
+        if torch.frexp(power).mantissa != 0.5 or not torch.equal(scale.float() * power, parts.scale.float()):
+            return None
+    return parts.replace(scale=scale, per_tensor_scale=shared, divisor=None)
 
 
 def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

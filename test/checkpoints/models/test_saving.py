@@ -11,6 +11,7 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, checkpoints, quantize
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.models.opening import open_model
+from nvfp4_tensor.training import NVFP4AdamW, NVFP4Optimizer, to_nvfp4_parameters
 
 
 class Block(nn.Module):
@@ -104,6 +105,26 @@ def test_joined_linears_are_requantized_with_a_warning(tmp_path, unshared):
             expected = quantize(dense, amax=v * 2688).dequantize()
             assert torch.allclose(got, expected, rtol=1e-6) and (got - dense).norm() / dense.norm() < 0.1
     assert torch.equal(unshared.q_proj.weight.dequantize(), before["q_proj.weight"].dequantize())  # as it was
+
+
+@pytest.mark.parametrize("optimizer", [NVFP4AdamW, NVFP4Optimizer])
+def test_what_trained_in_nvfp4_is_rounded_no_more(tmp_path, block, optimizer):
+    """Steps move scales that were shared apart, by powers of two."""
+    steps = optimizer(to_nvfp4_parameters(block).parameters(), lr=1e-2)
+    for _ in range(3):
+        for parameter in block.parameters():
+            parameter.grad = torch.randn(parameter.shape).bfloat16()
+        steps.step()
+    before = {f"{name}_proj.weight": getattr(block, f"{name}_proj").weight.detach() for name in "qkv"}
+    assert len({each.per_tensor_scale.item() for each in before.values()}) > 1
+    checkpoints.save(block, tmp_path / "a", mismatched_scales="refuse", progress=False)
+    q, k, v, _ = scales_of(tmp_path / "a")
+    assert q == k == v
+    with checkpoints.read(tmp_path / "a") as read:
+        for name, weight in before.items():
+            assert torch.equal(read.linear(name).qdata, weight.qdata)
+            got = tensor_of(read.linear(name), torch.float32).dequantize()
+            assert torch.equal(got, weight.dequantize(torch.float32))
 
 
 def test_keep_and_refuse(tmp_path, unshared):
