@@ -158,8 +158,9 @@ def _origin(
         return Origin((tuple(found[None]),))
     converter = converters[next(pattern for pattern in found if pattern is not None)]
     if not _is_supported(found, converters):
+        kinds = ", ".join(kind.__name__ for kind in _kinds(converter))
         raise ValueError(
-            f"{target} is made of {found} by an operation that NVFP4 weights do not support: pass "
+            f"{target} is made of {found} by {kinds}, which NVFP4 weights do not support: pass "
             "quantization_config=NVFP4TensorConfig() to from_pretrained of the dense model, which quantizes after it"
         )
     counts = {pattern: len(found.get(pattern, ())) for pattern in converter.source_patterns}

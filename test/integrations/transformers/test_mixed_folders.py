@@ -116,7 +116,7 @@ def test_weights_that_the_model_makes_otherwise_are_refused(tmp_path, monkeypatc
     checkpoints.quantize(tmp_path / "dense", tmp_path / "q", progress=False)
     turned = WeightConverter("q_proj.weight", "q_proj.weight", operations=[Transpose(0, 1)])
     monkeypatch.setattr(experts, "get_model_conversion_mapping", lambda model: [turned])
-    assert_refused(tmp_path / "q", "is made of .* by an operation that NVFP4 weights do not support")
+    assert_refused(tmp_path / "q", "is made of .* by Transpose, which NVFP4 weights do not support")
 
 
 @pytest.mark.parametrize("source", ["dense", "q"])
