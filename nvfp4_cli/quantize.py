@@ -141,9 +141,9 @@ def run(
     amax = budget = routed = None
     if distill is not None:
         check_is_new(dst, is_file=format_named(to).is_file)
-        source = checkpoints.read(src)
+        source = fitting.open_to_fit(src)
         fitting.check_scales_fit(source, to, of_format)
-        model = open_model(src, progress=progress)
+        model = open_model(source, progress=progress)
         included = (*include, untie_head(model)) if head else include
         chosen = fitting.Chosen(model, exclude, included, to)
         batches = training_batches(model, distill, src, tokens)
@@ -153,15 +153,17 @@ def run(
         )
         fitting.write_fitted(source, model, dst, to=to, head=head, progress=progress, **of_format)
         shutil.rmtree(state)
-        read = compare_models(open_model(src), open_model(dst, src), batches[0].cpu().flatten(), progress=progress)
+        read = compare_models(
+            open_model(fitting.open_to_fit(src)), open_model(dst, src), batches[0].cpu().flatten(), progress=progress
+        )
         return dataclasses.replace(Written.of(src, dst, time.perf_counter() - start), divergence=read.divergence)
     if calibrate is not None:
         check_is_new(dst, is_file=format_named(to).is_file)  # before minutes of calibration
-        source = checkpoints.read(src)
+        source = fitting.open_to_fit(src)
         if gptq or weighted:
             fitting.check_scales_fit(source, to, of_format)
         batches = windows_of(read_tokens(calibrate, open_tokenizer(src), tokens or 4096), WINDOW)
-        model = open_model(src, progress=progress)
+        model = open_model(source, progress=progress)
         included = (*include, untie_head(model)) if head else include
         chosen = fitting.Chosen(model, exclude, included, to)
         if bits is not None:
@@ -177,6 +179,7 @@ def run(
         amax = None if w4a16 else fitting.find_input_amax(model, batches, chosen, progress=progress)
         routed = routed_tokens(model)
         source.check_unchanged()  # since the model was loaded
+        source.close()
         del model
     checkpoints.quantize(
         src, dst, to=to, spec=spec, exclude=exclude, include=include, quantize_lm_head=head, input_amax=amax, seed=seed,

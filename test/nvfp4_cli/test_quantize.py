@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 import torch
-from helpers.checkpoint_folders import edit, edit_json
-from safetensors.torch import load_file
+from helpers.checkpoint_folders import edit, edit_json, same_files
+from helpers.coded_folders import in_fp8
+from safetensors.torch import load_file, save_file
 
 from nvfp4_cli import options
 from nvfp4_tensor import QuantizeSpec, ScaleSearch, checkpoints
@@ -81,6 +82,23 @@ def test_calibrate_takes_the_largest_input(dense, text, tmp_path, run):
         model(ids)
     with checkpoints.read(tmp_path / "q") as checkpoint:
         assert checkpoint.linear(f"{name}.weight").input_scale.item() == (seen["amax"].float() / 2688).item()
+
+
+@pytest.mark.parametrize("how", [[], ["--gptq"], ["--bits", 8, "--w4a16"]], ids=["w4a4", "gptq", "bits"])
+def test_codes_of_another_quantization_are_calibrated_like_their_values(how, dense, text, tmp_path, run):
+    coded, decoded = in_fp8(load_file(dense / "model.safetensors"))
+    for name, tensors in {"coded": coded, "decoded": decoded}.items():
+        shutil.copytree(dense, tmp_path / name)
+        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    edit_json(tmp_path / "coded/config.json", lambda config: config.update(quantization_config=settings))
+    for name in ("coded", "decoded"):
+        run("quantize", tmp_path / name, tmp_path / f"{name}-out", "--calibrate", text, "--tokens", 64, *how)
+    assert same_files(tmp_path / "coded-out", tmp_path / "decoded-out")
+    name = "model.layers.1.self_attn.v_proj.weight_scale_inv"
+    edit(tmp_path / "coded", lambda tensors: tensors.update({name: torch.full((1, 1), torch.inf)}))
+    said = run("quantize", tmp_path / "coded", tmp_path / "no", "--calibrate", text, *how, status=1)
+    assert f"tensor {name}: expected finite numbers" in said and not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize("how, share", [("--gptq", 0.9), ("--weighted", 0.97)])

@@ -16,6 +16,8 @@ from tqdm import tqdm
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.quantizing import plan_folder
+from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
+from nvfp4_tensor.checkpoints.sources.reading import open_source
 from nvfp4_tensor.checkpoints.wrappers import untied
 from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -146,6 +148,14 @@ def fit_by_distillation(
     distill(model, _inputs(batches), config, minutes=minutes, filter_fn=chosen, folder=folder, progress=progress)
 
 
+def open_to_fit(path: Path) -> Checkpoint:
+    """Open what :func:`checkpoints.quantize` reads, with the same errors, before minutes of calibration."""
+    source = open_source(path)
+    if isinstance(source, CodedFolder):
+        source.check_values()
+    return source
+
+
 def check_scales_fit(source: Checkpoint, to: str, options: Mapping[str, Any]) -> None:
     """Raise a ValueError if the format has no per-tensor scales for weights that are fitted to a text."""
     target, names = format_named(to), [name for name, entry in source.entries.items() if len(entry.shape) == 2]
@@ -166,6 +176,8 @@ def write_fitted(
     """
     with source:
         fitted = Fitted(source, model, untied(source.config) if head else source.config)
+        if progress and isinstance(source, CodedFolder):
+            tqdm.write(source.report({name for name, e in fitted.entries.items() if e.quantized}), file=sys.stderr)
         format_named(to).write(fitted, dst, progress=progress, **options)
 
 

@@ -81,16 +81,20 @@ def load(
             expected and found.
     """
     with read(path, format) as opened:
-        checkpoint: Checkpoint = WeightOnly(opened) if weight_only else opened
-        slots = _slots(model)
-        plan = _plan(slots, checkpoint, strict, names_in_model(model, checkpoint.entries))
-        loaded = {}
-        for name, origin in tqdm(plan.items(), desc=f"loading {Path(path).name}", unit="tensor", disable=not progress):
-            loaded[name] = (*_read(slots[name], origin, checkpoint), read_pre_scale(origin, checkpoint))
-        checkpoint.check_unchanged()
+        load_open(model, WeightOnly(opened) if weight_only else opened, strict=strict, progress=progress)
+    return model
+
+
+def load_open(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, progress: bool = True) -> None:
+    """Load an open checkpoint into a model, as :func:`load` does."""
+    slots, loaded = _slots(model), {}
+    plan = _plan(slots, checkpoint, strict, names_in_model(model, checkpoint.entries))
+    name_of_file = "" if checkpoint.path is None else checkpoint.path.name
+    for name, origin in tqdm(plan.items(), desc=f"loading {name_of_file}", unit="tensor", disable=not progress):
+        loaded[name] = (*_read(slots[name], origin, checkpoint), read_pre_scale(origin, checkpoint))
+    checkpoint.check_unchanged()
     for name, (tensor, origin, scale) in loaded.items():
         _assign(slots[name], tensor, origin, scale)
-    return model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -12,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.torchao_import import quietly
-from nvfp4_tensor.checkpoints.checkpoint import read
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, read
 from nvfp4_tensor.checkpoints.formats.gguf.reading import GGUFCheckpoint
 from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_reading import tokenizer_of
-from nvfp4_tensor.checkpoints.models.loading import load
+from nvfp4_tensor.checkpoints.models.loading import load_open
 
 
 def _transformers() -> Any:
@@ -32,10 +33,11 @@ def _transformers() -> Any:
     return transformers
 
 
-def open_model(path: Path, config_from: Path | None = None, *, progress: bool = False) -> nn.Module:
+def open_model(path: Path | Checkpoint, config_from: Path | None = None, *, progress: bool = False) -> nn.Module:
     """Return the model of a checkpoint in eval mode on the CPU. Quantized weights stay quantized.
 
     Args:
+        path: its folder or file, or the open checkpoint.
         config_from: a checkpoint that has the configuration; a single .safetensors file has none.
 
     Raises:
@@ -45,17 +47,22 @@ def open_model(path: Path, config_from: Path | None = None, *, progress: bool = 
     transformers = _transformers()
     from accelerate import init_empty_weights
 
-    config = _config(transformers, path if config_from is None else config_from)
-    dtype = config.dtype if config.dtype in (torch.float16, torch.float32) else torch.bfloat16
-    with init_empty_weights(include_buffers=False):
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    load(model, path, progress=progress)
+    opened = contextlib.nullcontext(path) if isinstance(path, Checkpoint) else read(path)
+    with opened as checkpoint:
+        if config_from is None:
+            config = _config(transformers, checkpoint)
+        else:
+            with read(config_from) as other:
+                config = _config(transformers, other)
+        dtype = config.dtype if config.dtype in (torch.float16, torch.float32) else torch.bfloat16
+        with init_empty_weights(include_buffers=False):
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        load_open(model, checkpoint, progress=progress)
     return model.eval()
 
 
-def _config(transformers: Any, path: Path) -> Any:
-    with read(path) as checkpoint:
-        settings = dict(checkpoint.config)
+def _config(transformers: Any, checkpoint: Checkpoint) -> Any:
+    settings, path = dict(checkpoint.config), checkpoint.path
     kind = settings.pop("model_type", None)
     if kind is None:
         raise ValueError(f"{path} has no config.json to make a model from: pass config_from=PATH with one")
