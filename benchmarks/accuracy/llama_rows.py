@@ -10,30 +10,22 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
 from torchao.quantization import quantize_
-from tqdm import tqdm
 
-from nvfp4_cli.demo.model import evaluation_tokens, gguf_path, load_model
+from benchmarks.accuracy.texts import WINDOW
+from nvfp4_cli.demo.model import gguf_path
 from nvfp4_cli.demo.table import is_quantized_layer
 from nvfp4_tensor import NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
+from nvfp4_tensor.checkpoints.models.opening import open_tokenizer
 
 OWN_NVFP4 = "LLAMA_FTYPE_MOSTLY_Q8_0 with NVFP4 in blk."
-
-ROWS: dict[str, tuple[str, str | None]] = {
-    "llama_q8_0": ("llama.cpp Q8_0", "LLAMA_FTYPE_MOSTLY_Q8_0"),
-    "llama_q4_0": ("llama.cpp Q4_0", "LLAMA_FTYPE_MOSTLY_Q4_0"),
-    "llama_q4_k_m": ("llama.cpp Q4_K_M", "LLAMA_FTYPE_MOSTLY_Q4_K_M"),
-    "llama_nvfp4": ("llama.cpp's own NVFP4", OWN_NVFP4),
-    "llama_reads": ("our scale search, read by llama.cpp", None),
-}
-"""Name -> (what the table calls it, llama.cpp's type; None: our file)."""
 
 
 def is_installed() -> bool:
@@ -41,39 +33,51 @@ def is_installed() -> bool:
     return importlib.util.find_spec("llama_cpp") is not None
 
 
-def run(name: str, tokens: int, window: int) -> dict[str, Any]:
-    """A row as ``perplexity.run_row`` gives it."""
-    import llama_cpp
+class Llama:
+    """llama.cpp's run of the demo's model as a type of it, or with None as our file, called as transformers' is."""
 
-    model, tokenizer = load_model()
-    parameters = sum(p.numel() for p in model.parameters())
-    ids = evaluation_tokens(tokenizer, tokens)
-    with tempfile.TemporaryDirectory() as folder:
-        path, start = Path(folder) / f"{name}.gguf", time.perf_counter()
-        kind = ROWS[name][1]
-        if kind is None:
-            _write(model, tokenizer, path)
-        else:
-            _let_it_quantize(kind, path)
-        seconds, bits = time.perf_counter() - start, 8 * os.path.getsize(path) / parameters
-        del model
-        llama = llama_cpp.Llama(
-            str(path), n_ctx=window, n_batch=window, logits_all=True, verbose=False, n_threads=torch.get_num_threads()
-        )
-        found = []
-        for part in tqdm(ids.split(window), desc=name, unit="window"):
-            llama.reset()
-            llama.eval(part.tolist())
-            logits = torch.from_numpy(llama.scores[: len(part) - 1])
-            found.append(cross_entropy(logits, part[1:], reduction="none"))
-    return {"losses": torch.cat(found), "bits": bits, "seconds": seconds, "tokens": tokens}
+    def __init__(self, model: nn.Module, kind: str | None) -> None:
+        import llama_cpp
+
+        parameters = sum(p.numel() for p in model.parameters())
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            if kind is None:
+                _write(model, path)
+            else:
+                _let_it_quantize(kind, path)
+            self.bits = 8 * os.path.getsize(path) / parameters
+            self._llama = llama_cpp.Llama(
+                str(path), n_ctx=WINDOW, n_batch=WINDOW, logits_all=True, verbose=False,
+                n_threads=torch.get_num_threads(),
+            )  # fmt: skip
+
+    def __call__(self, ids: Tensor, use_cache: bool) -> Any:
+        self._llama.reset()
+        self._llama.eval(ids[0].tolist())
+        return SimpleNamespace(logits=torch.from_numpy(self._llama.scores[: ids.shape[1]])[None].to(ids.device))
 
 
-def _write(model: nn.Module, tokenizer: Any, path: Path) -> None:
+def _row(label: str, kind: str | None) -> tuple[str, Callable[[nn.Module, Any], Llama]]:
+    return label, lambda model, batches: Llama(model, kind)
+
+
+ROWS = {
+    "llama_q8_0": _row("llama.cpp Q8_0", "LLAMA_FTYPE_MOSTLY_Q8_0"),
+    "llama_q4_0": _row("llama.cpp Q4_0", "LLAMA_FTYPE_MOSTLY_Q4_0"),
+    "llama_q4_k_m": _row("llama.cpp Q4_K_M", "LLAMA_FTYPE_MOSTLY_Q4_K_M"),
+    "llama_nvfp4": _row("llama.cpp's own NVFP4", OWN_NVFP4),
+    "llama_reads": _row("our scale search, read by llama.cpp", None),
+}
+
+
+def _write(model: nn.Module, path: Path) -> None:
     """Our weights, a scale each; what is not quantized in bfloat16."""
     spec = QuantizeSpec(scale_search="mse", scale_ceiling=448)
     quantize_(model, NVFP4WeightOnlyConfig(weight_spec=spec), filter_fn=is_quantized_layer)
-    checkpoints.save(model, path, format="gguf", tokenizer=tokenizer, progress=False, mismatched_scales="keep")
+    checkpoints.save(
+        model, path, format="gguf", tokenizer=open_tokenizer(gguf_path()), progress=False, mismatched_scales="keep"
+    )
 
 
 def _let_it_quantize(kind: str, path: Path) -> None:

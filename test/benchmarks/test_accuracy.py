@@ -1,0 +1,175 @@
+"""The benchmarks of accuracy: their texts share nothing with the evaluation, and rows from end to end."""
+
+import argparse
+import json
+import math
+import pydoc_data.topics
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.distillation import batches, dense_model
+
+from benchmarks.accuracy import distillation as benchmark
+from benchmarks.accuracy import own_model, perplexity, subjects, texts
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+
+def test_windows_that_share_13_tokens_are_left_out(capsys):
+    """Also where the 13 begin in one window and end in the next; 12 are no reason."""
+    evaluation = torch.arange(1000, 1200)
+    windows = torch.randint(1000, (40, 32), generator=torch.Generator().manual_seed(0))
+    windows[3, 5:18] = evaluation[7:20]
+    windows[8, 5:17] = evaluation[7:19]
+    windows[20, 27:], windows[21, :8] = evaluation[50:55], evaluation[55:63]
+    kept = texts.without_shared(windows, [evaluation])
+    assert torch.equal(kept, windows[[i for i in range(40) if i not in (3, 20, 21)]])
+    assert "3 of 40 windows left out" in capsys.readouterr().out
+
+
+def test_candidates_that_share_least():
+    """Of five windows, one shares nothing, one 13 tokens that training has twice, one 14 that it has once."""
+    generator = torch.Generator().manual_seed(0)
+    training, candidates = torch.randint(1000, (900,), generator=generator), torch.arange(1000, 1320).view(5, 64)
+    training[20:33] = training[80:93] = training[140:153] = candidates[0, :13]
+    training[200:213] = training[260:273] = candidates[1, 7:20]
+    training[320:334] = candidates[2, 8:22]
+    training[400:413] = candidates[4, 51:]
+    assert texts.least_shared(candidates, training, 2).tolist() == candidates[[3, 4]].tolist()
+    assert texts.least_shared(candidates, training, 4).tolist() == candidates[1:].tolist()
+
+
+def test_losses_are_of_windows_that_do_not_see_each_other(monkeypatch):
+    monkeypatch.setattr(subjects, "WINDOW", 4)
+
+    class Successor(torch.nn.Module):
+        """Sure that the next token is one more."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, ids, use_cache):
+            return SimpleNamespace(logits=3 * torch.nn.functional.one_hot(ids + 1, 12).float())
+
+    found = subjects.Evaluation(Successor(), {"x": torch.tensor([1, 2, 3, 4, 9, 5, 6, 8])}).loss["x"]
+    right, wrong = math.log(math.exp(3) + 11) - 3, math.log(math.exp(3) + 11)
+    assert torch.cat(found).tolist() == pytest.approx([right, right, right, wrong, right, wrong])
+
+
+def test_calibration_and_evaluation_are_disjoint():
+    text, topics = texts.library_docstrings(), "\n".join(pydoc_data.topics.topics.values())
+    lines = {line.strip() for line in topics.splitlines() if len(line.strip()) > 60}
+    shared = [line for line in text.splitlines() if line.strip() in lines]
+    assert len(text) > 500_000 and len(shared) < 0.002 * len(text.splitlines())
+
+
+@pytest.mark.parametrize("row", ["w4a4", "w4a16:start=gptq,learning_rate=1e-3", "w4a4:rounding=0.5,optimizer=sign"])
+def test_a_row(row, monkeypatch, tmp_path):
+    monkeypatch.setattr(subjects, "WINDOW", 24)
+    dense, judged = dense_model(), {name: batches(1)[0].flatten() for name in ("help", "chat")}
+    given = {"minutes": None, "steps": 12, "every": 1.0, "curve_windows": 2, "folder": None, "budget": None}
+    evaluation = subjects.Evaluation(dense, judged)
+    assert evaluation.of(dense)["help"].items() >= {"increase": 0.0, "agreement": 1.0}.items()
+    found = benchmark.run_row(row, dense, batches(), evaluation, argparse.Namespace(**given))
+    assert (found["steps"], found["tokens"]) == (12, 12 * 96)
+    assert 0 < found["texts"]["help"]["kl"] < 0.1 and found["texts"]["help"]["agreement"] > 0.4
+    assert row in benchmark.report([found])
+    benchmark.draw([found], tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").stat().st_size > 10_000
+
+
+# --- a model of one's own --------------------------------------------------------------------------------------------
+
+
+def run(monkeypatch, module, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", *map(str, arguments), "--device", "cpu"])
+    module.main()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same model twice: trained by one call, and by three, of which the first only collects texts."""
+    once, parts = tmp_path_factory.mktemp("once"), tmp_path_factory.mktemp("parts")
+    step, clock = own_model.Trainer.train_step, own_model.time.perf_counter
+
+    def until_two(trainer):
+        loss = step(trainer)
+        if trainer.step == 2:
+            patch.setattr(own_model.time, "perf_counter", lambda: 1e9)
+        return loss
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(own_model, "EVALUATION_WINDOWS", 2)
+        common = ["--size", "tiny", "--steps", 4, "--batch", 1, "--roots", ROOT / "nvfp4_tensor", ROOT / "docs"]
+        run(patch, own_model, "--folder", once, "--out", once, *common)
+        common += ["--folder", parts, "--out", parts]
+        run(patch, own_model, "--minutes", 0, *common)
+        assert torch.load(parts / "checkpoint.pt")["step"] == 0
+        patch.setattr(own_model.Trainer, "train_step", until_two)
+        run(patch, own_model, *common)
+        assert torch.load(parts / "checkpoint.pt")["step"] == 2
+        patch.setattr(own_model.time, "perf_counter", clock)
+        patch.setattr(own_model.Trainer, "train_step", step)
+        run(patch, own_model, *common)
+    return once, parts
+
+
+def test_parts_have_the_bits_of_one_run(folders):
+    once, parts = (torch.utils._pytree.tree_leaves(torch.load(folder / "checkpoint.pt")) for folder in folders)
+    assert len(once) > 60
+    for a, b in zip(once, parts, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_the_saved_model_is_the_trained_one(folders):
+    """The losses of the result are those of the trainer's model, up to the arithmetic of bfloat16."""
+    found, state = torch.load(folders[0] / "texts.pt"), torch.load(folders[0] / "checkpoint.pt")
+    python = found["evaluation"]["python"]
+    settings = own_model.Settings(**{**state["settings"], "batch": 2, "length": 1023})
+    trainer = own_model.Trainer(settings, found["training"], python)
+    trainer.model.load_state_dict(state["model"])
+    row = json.loads((folders[0] / "training.json").read_text())["rows"][0]
+    with torch.no_grad():
+        loss = trainer._loss_of(python.view(2, 1024).long())
+    assert row["loss"] == pytest.approx(loss.item(), abs=2e-3) and row["loss"] < 9.7
+    assert (row["text"], row["tokens"]) == ("python", 2048)
+    seen = texts.ngrams(torch.cat(list(found["evaluation"].values())).view(-1, 1024)).flatten()
+    assert not torch.isin(texts.ngrams(found["training"]), seen).any()
+
+
+def test_rows_of_the_model(folders, monkeypatch, tmp_path):
+    """A result file keeps its other rows; the calibrated row returns a model, the cache's what judges it."""
+    common = ("--model", folders[0], "--out", tmp_path, "--tokens", 1024, "--texts", "python")
+    path = tmp_path / f"cpu/perplexity_{folders[0].name}.json"
+    run(monkeypatch, perplexity, "--rows", "bf16", "nearest", *common)
+    first = json.loads(path.read_text())["rows"]
+    run(monkeypatch, perplexity, "--rows", "w4a4_static", "cache_no_dense", *common)
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == ["bf16", "nearest", "w4a4_static", "cache_no_dense"] and list(rows.values())[:2] == first
+    assert rows["bf16"]["texts"]["python"].items() >= {"increase": 0.0, "kl": 0.0, "agreement": 1.0}.items()
+    kl = {name: row["texts"]["python"]["kl"] for name, row in rows.items()}
+    assert 0 < kl["nearest"] < kl["w4a4_static"] < 0.05 and 0 < kl["cache_no_dense"] < 0.05
+    assert rows["nearest"]["bits"] == pytest.approx(4.5, abs=0.05)
+    assert rows["cache_no_dense"]["bits"] == pytest.approx(4.625, abs=0.05)
+    run(
+        monkeypatch,
+        benchmark,
+        "--rows",
+        "w4a4:seed=1",
+        "--steps",
+        2,
+        "--batch",
+        2,
+        "--window",
+        128,
+        "--limit",
+        9_000,
+        *common,
+    )
+    (row,) = json.loads((tmp_path / f"cpu/distillation_{folders[0].name}.json").read_text())["rows"]
+    assert (row["steps"], row["seed"], list(row["texts"])) == (2, 1, ["python"])
