@@ -65,7 +65,7 @@ class SignSGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for each in group["params"]:
                 if each.grad is not None:
-                    each.sub_(each.grad.sign(), alpha=group["lr"])
+                    each.sub_(each.grad.sign() * group["lr"])  # a tensor, where a step is a CUDA graph
 
 
 def _product_of_codes(ctx: Any, a: Tensor, b: NVFP4Tensor, bias: Tensor | None, offs: Tensor | None) -> Tensor:
