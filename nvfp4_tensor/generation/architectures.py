@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor.ops.composite.decode_step import Routing
 from nvfp4_tensor.ops.composite.step import Activation
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
-__all__ = ["Activation", "Attention", "Block", "FeedForward", "Linear", "Mixture", "Model", "Norm", "Rotary"]
+__all__ = ["Activation", "Attention", "Block", "FeedForward", "Linear", "Mixture", "Model", "Norm", "Rotary", "Routing"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,19 @@ class Linear:
     weight: Tensor
     bias: Tensor | None
     input_scale: Tensor | None = None
+
+    @property
+    def is_weight_only(self) -> bool:
+        """Whether the weight is NVFP4 in one piece of memory, not transformed, and x is neither scaled nor rounded."""
+        weight = self.weight
+        return (
+            self.input_scale is None
+            and type(weight) is NVFP4Tensor
+            and weight.activation_spec is None
+            and not weight.transposed
+            and weight.spec.hadamard_sign is None
+            and all(part.is_contiguous() for part in (weight.qdata, weight.scale, weight.per_tensor_scale))
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,14 +148,10 @@ class Mixture:
     """A mixture of experts: each token is the weighted sum of ``top_k`` experts' outputs.
 
     Attributes:
-        module: transformers' module: (1, B, D) to (1, B, D), or a tuple that starts with it.
         router_module: its router, from (B, D) to a tuple of scores, weights and indices of experts (B, top_k).
         experts: its experts, a module with the weights below.
         router: (experts, D) and its bias.
-        softmax_first: the softmax is over all experts' scores, in float32, then the largest are chosen; False: over the
-            chosen ones, in the dtype of x.
-        normalizes: the chosen weights are divided by their sum.
-        rounds_weights: the weights are rounded to the dtype of x; False: they stay float32.
+        routing: how scores become weights of experts.
         gate_up: (experts, 2 I, D), or (experts, D, 2 I) if ``transposed``: outputs of the gate, then of up
             (alternating for ``Activation.CLAMPED_GLU``).
         down: (experts, D, I), or (experts, I, D) if ``transposed``.
@@ -149,14 +160,11 @@ class Mixture:
     """
 
     name: str
-    module: nn.Module
     router_module: nn.Module
     experts: nn.Module
     router: Linear
     top_k: int
-    softmax_first: bool
-    normalizes: bool
-    rounds_weights: bool
+    routing: Routing
     gate_up: Tensor
     down: Tensor
     gate_up_bias: Tensor | None

@@ -1,7 +1,7 @@
 """Flatten the description of a model into the arguments of ``nvfp4::decode_step``.
 
     step = flatten(describe(model))
-    torch.ops.nvfp4.decode_step(x, *step.constants, keys, values, cos, sin, position, starts)
+    torch.ops.nvfp4.decode_step(x, *step, keys, values, cos, sin, position, starts)
 
 The op reads a list of tensors and two tables of numbers. ``ops/composite/decode_step.py`` has their layout.
 """
@@ -9,7 +9,7 @@ The op reads a list of tensors and two tables of numbers. ``ops/composite/decode
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +17,15 @@ from torch import Tensor
 from nvfp4_tensor.generation.architectures import Attention, Block, FeedForward, Linear, Mixture, Model, Norm
 from nvfp4_tensor.generation.ring import Place
 from nvfp4_tensor.numerics.layout import TILE_ROWS
-from nvfp4_tensor.ops.composite.decode_step import KINDS, NUMBERS, PARTS, NormStyle, Routing
+from nvfp4_tensor.ops.composite.decode_step import KINDS, NUMBERS, PARTS, NormStyle
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 SIZE_STEP, DENSE_SIZE_STEP, MOST_HEAD_DIM = 16, 32, 1024
 """Hidden sizes and head dimensions must be multiples of SIZE_STEP, with a router of DENSE_SIZE_STEP."""
 
 
-@dataclass(frozen=True, eq=False)
-class StepArguments:
-    """What the op reads of a model.
+class StepArguments(NamedTuple):
+    """What the op reads of a model: its arguments between x and the caches.
 
     Attributes:
         weights: the tensors of all blocks and of the last norm, not copies.
@@ -37,11 +36,6 @@ class StepArguments:
     weights: list[Tensor]
     kinds: Tensor
     numbers: Tensor
-
-    @property
-    def constants(self) -> tuple[list[Tensor], Tensor, Tensor]:
-        """The arguments between x and the caches."""
-        return self.weights, self.kinds, self.numbers
 
 
 def flatten(model: Model) -> StepArguments:
@@ -73,7 +67,7 @@ class CpuLayers:
     """All blocks and the last norm of a described model as one operator, on a CPU."""
 
     def __init__(self, model: Model) -> None:
-        self._arguments = flatten(model).constants
+        self._arguments = flatten(model)
 
     def __call__(
         self,
@@ -153,14 +147,8 @@ class _Row:
             raise ValueError(
                 f"the router of {mixture.name} needs a hidden_size of a multiple of {DENSE_SIZE_STEP}, not {hidden}"
             )
-        routing = Routing(0)
-        for applies, bit in (
-            (not mixture.softmax_first, Routing.OF_CHOSEN), (mixture.normalizes, Routing.NORMALIZED),
-            (mixture.rounds_weights, Routing.ROUNDED),
-        ):  # fmt: skip
-            routing |= bit if applies else Routing(0)
         self.kinds |= {
-            "activation": int(mixture.activation), "chosen": mixture.top_k, "routing": int(routing),
+            "activation": int(mixture.activation), "chosen": mixture.top_k, "routing": int(mixture.routing),
         }  # fmt: skip
         parts = {
             "router": (_dense(mixture.router.name, mixture.router.weight),),

@@ -26,6 +26,7 @@ from nvfp4_tensor.generation.architectures import (
     Model,
     Norm,
     Rotary,
+    Routing,
 )
 from nvfp4_tensor.generation.model_state import CHANGING
 from nvfp4_tensor.quantization.linear import PRE_SCALE
@@ -300,16 +301,18 @@ class _Reader:
         experts = self.own(f"{name}.experts", module.experts, "Experts")
         if module.training and getattr(module, "jitter_noise", 0):
             raise ValueError(f"{name} has router jitter in training mode: call model.eval() first")
+        routing = Routing.OF_CHOSEN if clamped else Routing(0)
+        if not clamped and getattr(router, "norm_topk_prob", True):
+            routing |= Routing.NORMALIZED
+        if self.family.name != "Mixtral":
+            routing |= Routing.ROUNDED
         return Mixture(
             name=name,
-            module=module,
             router_module=router,
             experts=experts,
             router=Linear(f"{name}.{self.family.router}", router.weight, getattr(router, "bias", None)),
             top_k=router.top_k,
-            softmax_first=not clamped,
-            normalizes=not clamped and bool(getattr(router, "norm_topk_prob", True)),
-            rounds_weights=self.family.name != "Mixtral",
+            routing=routing,
             gate_up=experts.gate_up_proj,
             down=experts.down_proj,
             gate_up_bias=getattr(experts, "gate_up_proj_bias", None),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.generation.architectures import Activation, Attention, Block, FeedForward, Linear, Model, Norm
+from nvfp4_tensor.generation.architectures import Activation, Attention, Block, FeedForward, Model, Norm
 from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, Place
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -116,20 +117,12 @@ def _is_llama(block: Block) -> bool:
         and block.residual_multiplier == 1.0
         and all(each.bias is None for each in others)
         and len({each.bias is None for each in attention.qkv}) == 1
-        and all(_is_weight_only(each) for each in (*attention.qkv, *others))
+        and all(each.is_weight_only and _has_one_scale(each.weight) for each in (*attention.qkv, *others))
     )
 
 
-def _is_weight_only(linear: Linear) -> bool:
-    weight = linear.weight
-    return (
-        linear.input_scale is None
-        and type(weight) is NVFP4Tensor
-        and weight.activation_spec is None
-        and not weight.transposed
-        and weight.spec.hadamard_sign is None
-        and weight.per_tensor_scale.numel() == 1
-    )
+def _has_one_scale(weight: Any) -> bool:
+    return bool(weight.per_tensor_scale.numel() == 1)
 
 
 def _alike(attention: Attention, first: Attention, model: Model) -> bool:

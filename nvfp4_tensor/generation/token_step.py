@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -258,20 +258,8 @@ def _products(weights: Sequence[Tensor], x: Tensor) -> Tensor:
 
 def _is_plain(linear: Linear, is_fp8: bool) -> bool:
     """Return whether the product is that of a weight-only NVFP4 weight."""
-    weight = linear.weight
-    if linear.input_scale is not None or not _is_weight_only(weight):
-        return False
-    return not (is_fp8 and weight.product_backend == ProductBackend.FP8)
-
-
-def _is_weight_only(weight: Tensor) -> TypeGuard[NVFP4Tensor]:
-    return (
-        type(weight) is NVFP4Tensor
-        and weight.activation_spec is None
-        and not weight.transposed
-        and weight.spec.hadamard_sign is None
-        and all(part.is_contiguous() for part in (weight.qdata, weight.scale, weight.per_tensor_scale))
-    )
+    weight: Any = linear.weight
+    return linear.is_weight_only and not (is_fp8 and weight.product_backend == ProductBackend.FP8)
 
 
 def _halves(linears: Sequence[Linear]) -> Sequence[Linear] | None:
@@ -280,7 +268,7 @@ def _halves(linears: Sequence[Linear]) -> Sequence[Linear] | None:
         return linears
     (both,) = linears
     rows = both.weight.shape[0] // 2
-    if rows % TILE_ROWS or not _is_weight_only(both.weight):
+    if rows % TILE_ROWS or not both.is_weight_only:
         return None
     weights = both.weight.detach().split(rows)
     biases = (None, None) if both.bias is None else both.bias.detach().split(rows)
