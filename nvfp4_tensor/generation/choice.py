@@ -31,7 +31,7 @@ class Sampling:
         temperature: 0 for the largest logit; otherwise logits are divided by it, and a token is drawn.
         top_k: draw from the k largest logits.
         top_p: draw from the smallest set of the largest probabilities whose sum is at least this number.
-        seed: of the random numbers.
+        seed: of the random numbers; or one for each text, which then has those of the only text of that seed.
 
     Raises:
         TypeError, ValueError: for values that are not valid, or ``top_k`` or ``top_p`` with temperature 0.
@@ -40,7 +40,7 @@ class Sampling:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
-    seed: int = 0
+    seed: int | Sequence[int] = 0
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0 or self.temperature == float("inf"):
@@ -49,8 +49,8 @@ class Sampling:
             raise ValueError(f"top_k must be a positive integer or None, got {self.top_k!r}")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1] or None, got {self.top_p}")
-        if not isinstance(self.seed, int):
-            raise TypeError(f"seed must be an int, got {self.seed!r}")
+        if not all(isinstance(each, int) for each in (self.seed if isinstance(self.seed, Sequence) else (self.seed,))):
+            raise TypeError(f"seed must be an int, or one for each text, got {self.seed!r}")
         if not self.temperature and (self.top_k is not None or self.top_p is not None):
             raise ValueError("top_k and top_p choose among random tokens: set temperature, for instance to 1.0")
 
@@ -101,7 +101,11 @@ class Chooser:
         """Load the random numbers of the ``count`` calls from ``first`` on."""
         self.end = first + self.count
         if self.kind[0]:
-            self._uniforms.copy_(uniforms(self._seed, self.count, self._texts, first))
+            if isinstance(self._seed, int):
+                new = uniforms(self._seed, self.count, self._texts, first)
+            else:
+                new = torch.cat([uniforms(self._seed[text], self.count, (0,), first) for text in self._texts], -1)
+            self._uniforms.copy_(new)
         self.index.zero_()
 
     def __call__(self, logits: Tensor) -> Tensor:

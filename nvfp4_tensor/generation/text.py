@@ -35,7 +35,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     stop_tokens: int | Sequence[int] | None = None,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
 ) -> Iterator[Tensor]:
     """Write text after each prompt, and yield it token by token.
 
@@ -62,7 +62,8 @@ def generate(
         stop_tokens: tokens that end a text: by default the model's end-of-sequence tokens (``eos_token_id``), () for
             none. The iterator ends after all texts have ended; one that has ended before repeats its last token, and
             costs nothing once half of the rows have.
-        seed: of the random numbers. Each row of the batch has its own.
+        seed: of the random numbers. Each row of the batch has its own; a list of a seed for each row writes the texts
+            that these seeds write alone.
 
     Yields:
         Tensor: int64 (B,) on the CPU, the next token of each text.
@@ -97,6 +98,8 @@ def generate(
     padding = None if attention_mask is None else _padding(attention_mask, ids, before)
     _check_room(cache, ids.shape[1] + max_new_tokens - 1)
     sampling = Sampling(temperature, top_k, top_p, seed)
+    if not isinstance(seed, int) and len(seed) != len(ids):
+        raise ValueError(f"seed must be an int, or one for each of the {len(ids)} texts, got {len(seed)}")
     if stop_tokens is None:
         stop_tokens = _end_of_sequence(model)
     stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)

@@ -128,6 +128,18 @@ def test_invalid_sampling_raises(options, message):
         Sampling(**options)
 
 
-def test_a_seed_that_is_no_integer_raises():
+def test_a_seed_for_each_text(device):
+    """Its tokens are those of the only text of that seed, also after others have ended."""
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)).to(device)
+    alone = Chooser(Sampling(1.0, seed=7), 1, 4, torch.device(device))
+    expected = [alone(logits).item() for _ in range(4)]
+    chooser = Chooser(Sampling(1.0, seed=[5, 7, 6]), 3, 4, torch.device(device))
+    assert [chooser(logits.expand(3, -1))[1].item() for _ in range(4)] == expected
+    chooser.load(Sampling(1.0, seed=[5, 6, 6, 7]), (1, 3, 0), 2)
+    assert [chooser(logits.expand(3, -1))[1].item() for _ in range(2)] == expected[2:]
+
+
+@pytest.mark.parametrize("seed", [0.5, [1, 0.5], torch.tensor([1])])
+def test_a_seed_that_is_no_integer_raises(seed):
     with pytest.raises(TypeError, match="seed must be an int"):
-        Sampling(1.0, seed=0.5)
+        Sampling(1.0, seed=seed)

@@ -240,6 +240,7 @@ def test_a_model_that_changes(device):
     ({"ids": torch.zeros(1, 0, dtype=torch.int64)}, "ids must be prompts"),
     ({"ids": torch.zeros(1, 3, dtype=torch.int64, device="meta")}, "ids are on meta, and the model on cpu"),
     ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer"), ({"top_k": 5}, "set temperature"),
+    ({"temperature": 1.0, "seed": [1, 2]}, "one for each of the 1 texts"),
     ({"train": True}, r"call model.eval\(\) first"),
 ])  # fmt: skip
 def test_invalid_arguments_raise_at_the_call(change, message):
