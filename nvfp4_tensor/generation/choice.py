@@ -64,8 +64,9 @@ class Chooser:
     """Chooses one token per row, call by call. Buffers keep their addresses when other values are loaded.
 
     Args:
-        batch: number of rows.
+        batch: number of rows, at most.
         count: number of calls.
+        rows: tokens are drawn for so many rows at a time, of which ``batch`` is a multiple; None: for all.
 
     Attributes:
         count: number of calls with the random numbers that are loaded, at most ROWS.
@@ -77,8 +78,10 @@ class Chooser:
 
     in_use = False
 
-    def __init__(self, sampling: Sampling, batch: int, count: int, device: torch.device) -> None:
-        self.kind, self.batch = sampling.kind, batch
+    def __init__(
+        self, sampling: Sampling, batch: int, count: int, device: torch.device, rows: int | None = None
+    ) -> None:
+        self.kind, self.batch, self.rows = sampling.kind, batch, rows
         self.count = min(1 << (count - 1).bit_length(), ROWS)
         self._temperature = torch.ones((), dtype=torch.float32, device=device)
         self._top_p = torch.ones((), dtype=torch.float64, device=device)
@@ -104,19 +107,29 @@ class Chooser:
             if isinstance(self._seed, int):
                 new = uniforms(self._seed, self.count, self._texts, first)
             else:
-                new = torch.cat([uniforms(self._seed[text], self.count, (0,), first) for text in self._texts], -1)
-            self._uniforms.copy_(new)
+                seeds = [
+                    self._seed[text] for text in self._texts if text < len(self._seed)
+                ]  # no text: a row behind all
+                new = torch.cat([uniforms(seed, self.count, (0,), first) for seed in seeds], -1)
+            self._uniforms[:, : new.shape[1]].copy_(new)
         self.index.zero_()
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return the next tokens, int64 (B,), valid also where ``chosen`` is -1. logits: (B, vocabulary)."""
+        count = len(logits)
+        if self.rows and count % self.rows:
+            logits = torch.nn.functional.pad(logits, (0, 0, 0, -count % self.rows))
         largest, tokens = largest_of(logits)
         if self.kind[0]:
-            tokens = self._draw(logits, largest)
-        self.chosen.copy_(torch.where(largest.isnan(), -1, tokens))
+            numbers = self._uniforms.index_select(0, self.index)[0, : len(logits)]
+            parts = zip(*(each.split(self.rows or len(logits)) for each in (logits, largest, numbers)), strict=True)
+            tokens = torch.cat([self._draw(*part) for part in parts])
+            self.index += 1
+        largest, tokens = largest[:count], tokens[:count]
+        self.chosen[:count].copy_(torch.where(largest.isnan(), -1, tokens))
         return tokens
 
-    def _draw(self, logits: Tensor, largest: Tensor) -> Tensor:
+    def _draw(self, logits: Tensor, largest: Tensor, numbers: Tensor) -> Tensor:
         _, top_k, has_top_p = self.kind
         # The largest score is 0, so that no temperature makes scores overflow; inf - inf is one of the largest.
         scores = torch.sub(logits, largest.float()[:, None]).div_(self._temperature)
@@ -131,8 +144,7 @@ class Chooser:
             # A token is kept if those before it do not reach top_p.
             mass = torch.where(ends - mass < self._top_p, mass, 0.0)
             ends = mass.cumsum(-1)
-        target = self._uniforms.index_select(0, self.index)[0, :, None] * ends[:, -1:]
-        self.index += 1
+        target = numbers[:, None] * ends[:, -1:]
         index = (ends <= target).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
         return (index if tokens is None else tokens.gather(-1, index))[:, 0]
 

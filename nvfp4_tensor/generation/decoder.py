@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
+from nvfp4_tensor.generation import invariance
 from nvfp4_tensor.generation.cache_argument import CACHE, NAMES, cache_in
 from nvfp4_tensor.generation.choice import ROWS, Chooser, Sampling
 from nvfp4_tensor.generation.ended_texts import Endings, Narrowed, narrow, narrowed_of, widen
@@ -48,15 +49,25 @@ class Decoder:
     Args:
         model: a causal language model of transformers.
         by_operators: see :class:`~nvfp4_tensor.generation.plan.Plan`.
+        invariant: see :mod:`~nvfp4_tensor.generation.invariance`.
 
     Raises:
         ValueError, TypeError: the model has no native step, and none that can be captured. The message has the reason.
     """
 
-    def __init__(self, model: Any, by_operators: bool = False) -> None:
-        self.model, self.by_operators = model, by_operators
-        self._reset(Plan(model, by_operators))
+    rows: int | None = None
+    """The number of rows of each step; None: the number of texts."""
+
+    def __init__(self, model: Any, by_operators: bool = False, invariant: bool = False) -> None:
+        self.model, self.by_operators, self.invariant = model, by_operators, invariant
+        self._reset(self._new_plan())
         self._warn_about_own_forward()
+
+    def _new_plan(self) -> Plan:
+        plan = Plan(self.model, self.by_operators)
+        if self.invariant:
+            self.rows = invariance.rows_of(plan, self.by_operators)
+        return plan
 
     def _reset(self, plan: Plan | None) -> None:
         # generate reads which arguments a model's forward has.
@@ -74,10 +85,10 @@ class Decoder:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, which makes its own plan."""
-        return {"model": self.model, "by_operators": self.by_operators}
+        return {"model": self.model, "by_operators": self.by_operators, "invariant": self.invariant}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.model, self.by_operators = state["model"], state["by_operators"]
+        vars(self).update(state)
         self._reset(None)
 
     def install(self) -> None:
@@ -112,7 +123,7 @@ class Decoder:
         self._runners.clear()
         self._latest = self._pool = None
         try:
-            self._plan = Plan(self.model, self.by_operators)
+            self._plan = self._new_plan()
             self._warn_about_own_forward()
         except (AttributeError, TypeError, ValueError) as error:  # AttributeError: a module of another class
             self._warn_that(str(error))
@@ -141,7 +152,7 @@ class Decoder:
             free = Buffers()
             self._buffers = [*self._buffers[-1:], free]
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        return FixedCache(layers, length, free)
+        return FixedCache(layers, length, free, self.rows)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls_own = torch.compiler.is_compiling() or len(args) > 1
@@ -150,6 +161,11 @@ class Decoder:
         if output is not None:
             self.count()
             return output
+        if self.invariant and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "batch_invariant=True serves prompts, with padding before them or none, and tokens of greedy search or "
+                "sampling, in the cache that generate makes: call decode_natively(model) for other forwards"
+            )
         if not calls_own:
             self.counts = self.counts._replace(transformers=self.counts.transformers + 1)
         return self.own_forward(*args, **kwargs)
@@ -161,7 +177,7 @@ class Decoder:
     def _natively(self, endings: Endings | None, input_ids: Any = None, **others: Any) -> Any:
         """Return the output for prompts or one token per text, or None, without side effects, for other calls."""
         cache = cache_in(others)
-        if not self._is_plain(input_ids, cache, others):
+        if not self._is_plain(input_ids, cache, others) or getattr(cache, "rows", None) != self.rows:
             return None
         position, position_ids, mask = length_of(cache), others.get("position_ids"), others.get("attention_mask")
         if not self._is_left_padded(mask, position + input_ids.shape[1]):
@@ -174,7 +190,7 @@ class Decoder:
         if input_ids.shape[1] > 1 or not position:
             logits = self._read(cache, input_ids, position_ids, padding, others.get("logits_to_keep", 0))
             return None if logits is None else self._output(logits, cache)
-        if not self.takes(cache):
+        if not self.takes(cache) or not invariance.keeps(cache, padding):
             return None
         narrowed = _narrowed(cache, input_ids, endings)
         if narrowed is not None:
@@ -187,20 +203,27 @@ class Decoder:
         if runner is None:
             return None
         append_one(cache)
-        logits = runner.logits.clone() if narrowed is None else narrowed.spread(runner.logits)
+        logits = runner.logits[: len(input_ids)]
+        logits = logits.clone() if narrowed is None else narrowed.spread(logits)
         return self._output(logits[:, None], cache)
 
     def _read(self, cache: Any, tokens: Tensor, positions: Any, padding: Padding | None, kept: int) -> Tensor | None:
         """Return the logits (B, kept or T, vocabulary) of prompts, None for another model or cache."""
         plan = self.plan()
-        if plan is None or plan.requests_more or not plan.reads_prompts or type(cache) is not FixedCache:
+        if plan is None or plan.requests_more or type(cache) is not FixedCache:
             return None
+        if not plan.reads_prompts and not self.rows:
+            return None
+        widen(cache)
         position = length_of(cache)
         has_begun = cache.layers[0].is_initialized
         if len(cache.layers) != plan.layers or (
-            has_begun and not (self.takes(cache) and batch_of(cache) == len(tokens))
+            has_begun
+            and not (self.takes(cache) and batch_of(cache) == len(tokens) and invariance.keeps(cache, padding))
         ):
             return None
+        if self.rows:
+            return invariance.read(self.model, plan, tokens, positions, padding, cache, kept or tokens.shape[1])
         starts = None if padding is None else padding.starts
         if positions is None:
             positions = torch.arange(position, position + tokens.shape[1], device=tokens.device)[None]
@@ -260,7 +283,7 @@ class Decoder:
             return self._latest[1]  # without looking at all addresses
         addresses = addresses_of(cache)
         # The kernel of all layers is for one text without padding; for more, one graph serves both.
-        reads_starts = padded or (addresses[0] > 1 and plan.description is not None)
+        reads_starts = padded or (addresses[0] > 1 and plan.description is not None) or self.invariant
         key = (chooser, reads_starts, addresses)
         if key not in self._runners:
             if not plan.holds():
@@ -271,7 +294,7 @@ class Decoder:
             if self._pool is None and plan.device.type == "cuda":  # of all graphs, which do not run at the same time
                 self._pool = torch.cuda.graph_pool_handle()
             try:
-                self._runners[key] = Runner(plan, cache, addresses[0], chooser, reads_starts, self._pool)
+                self._runners[key] = Runner(plan, cache, addresses[0], chooser, reads_starts, self._pool, self.rows)
             except Exception as error:  # of any kind: a model's own code may do what a capture forbids
                 if plan.device.type != "cuda":
                     raise
@@ -283,13 +306,14 @@ class Decoder:
 
     def new_chooser(self, sampling: Sampling, batch: int, count: int) -> Chooser:
         """Return a chooser for ``count`` tokens, an earlier one where it fits, whose graph is used again."""
+        batch += -batch % (self.rows or 1)
         for chooser, *_ in self._runners:
             fits = chooser is not None and (chooser.kind, chooser.batch) == (sampling.kind, batch)
             if chooser is not None and fits and chooser.count >= min(count, ROWS) and not chooser.in_use:
                 chooser.load(sampling)
                 return chooser
         device = next(self.model.parameters()).device
-        return Chooser(sampling, batch, count, device)
+        return Chooser(sampling, batch, count, device, self.rows)
 
     def takes(self, cache: Any) -> bool:
         """Return whether a runner can write to the cache: it has buffers, or codes, of the model's dtype and device."""
@@ -403,6 +427,8 @@ class Caches:
     def __call__(self, config: Any, arguments: dict[str, Any], mode: Any, batch_size: int, length: int) -> Any:
         decoder, model = self.decoder, self.decoder.model
         device = next(model.parameters()).device
+        if decoder.invariant and getattr(config, "prefill_chunk_size", None):
+            raise ValueError("batch_invariant=True reads prompts whole: set prefill_chunk_size to None")
         if (
             mode in _TOKEN_BY_TOKEN
             and batch_size * config.num_return_sequences <= MAX_BATCH

@@ -63,6 +63,7 @@ class FixedLayer(DynamicLayer):
 
     Attributes:
         length: number of tokens in them.
+        rows: buffers are of a multiple of so many texts, each at its own positions, without padding; None: of all.
         moves: how often the buffers were replaced.
         narrowed: the texts that go on, if others have ended.
     """
@@ -71,8 +72,9 @@ class FixedLayer(DynamicLayer):
     lender: Buffers | None = None
     narrowed: Narrowed | None = None
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.length, self.moves = capacity, 0, 0
+    def __init__(self, capacity: int, rows: int | None = None) -> None:
+        self.capacity, self.length, self.rows, self.moves = capacity, 0, rows, 0
+        self.texts = 0
         self._pair: tuple[Tensor, Tensor] | None = None
         super().__init__()
 
@@ -84,14 +86,24 @@ class FixedLayer(DynamicLayer):
     @property
     def buffers(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values, each (batch, heads, capacity, head_dim), of the texts that go on."""
-        if self.narrowed is None or self._pair is None:
+        if self._pair is None or (self.narrowed is None and self.rows is None):
             return self._pair
-        return self._pair[0][: self.narrowed.rows], self._pair[1][: self.narrowed.rows]
+        return self._first(self.texts if self.narrowed is None else self.narrowed.rows)
 
     @buffers.setter
     def buffers(self, pair: tuple[Tensor, Tensor] | None) -> None:
         self._pair = pair
         self.moves += 1
+
+    @property
+    def whole_buffers(self) -> tuple[Tensor, Tensor]:
+        """The buffers with the rows behind the texts that make them a multiple of ``rows``."""
+        assert self.buffers is not None
+        return self.buffers if self.rows is None else self._first(_multiple(len(self.buffers[0]), self.rows))
+
+    def _first(self, rows: int) -> tuple[Tensor, Tensor]:
+        assert self._pair is not None
+        return self._pair[0][:rows], self._pair[1][:rows]
 
     @property
     def by_text(self) -> list[Tensor]:
@@ -136,6 +148,7 @@ class FixedLayer(DynamicLayer):
         assert self.buffers is not None
         buffer, length = self.buffers[which], value.shape[-2]
         if value.data_ptr() != buffer.data_ptr() or value.shape[0] != buffer.shape[0]:
+            self._check_is_of_all()
             self.capacity = max(self.capacity, length)
             grown = self._allocate(value)
             grown[:, :, :length] = value
@@ -151,9 +164,10 @@ class FixedLayer(DynamicLayer):
         """Take the lender's buffers if they fit, otherwise allocate some."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.capacity = min(self.capacity, round_up(key_states.shape[-2] + ROOM))
+        self.texts = key_states.shape[0]
         lent = None if self.lender is None else self.lender.pairs.get(self.index)
         if lent is not None and all(
-            _fits(buffer, new, self.capacity) for buffer, new in zip(lent, (key_states, value_states), strict=True)
+            _fits(buffer, self._shape(new), new) for buffer, new in zip(lent, (key_states, value_states), strict=True)
         ):
             for buffer in lent:
                 buffer.zero_()
@@ -166,12 +180,15 @@ class FixedLayer(DynamicLayer):
 
     def _allocate(self, like: Tensor) -> Tensor:
         with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
-            return torch.zeros((*like.shape[:2], self.capacity, like.shape[-1]), dtype=like.dtype, device=like.device)
+            return torch.zeros(self._shape(like), dtype=like.dtype, device=like.device)
+
+    def _shape(self, like: Tensor) -> tuple[int, ...]:
+        return _multiple(like.shape[0], self.rows or 1), like.shape[1], self.capacity, like.shape[3]
 
     def _lend_back(self) -> None:
         if self.lender is not None:
-            assert self.buffers is not None
-            self.lender.pairs[self.index] = self.buffers
+            assert self._pair is not None
+            self.lender.pairs[self.index] = self._pair
 
     def reserve(self, length: int) -> None:
         """Move to larger buffers if these have no room for ``length`` tokens."""
@@ -185,6 +202,7 @@ class FixedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (batch, heads, n, head_dim). Return those of all tokens."""
+        self._check_is_of_all()
         self._widen()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -197,6 +215,13 @@ class FixedLayer(DynamicLayer):
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
+    def _check_is_of_all(self) -> None:
+        if self.rows is not None:
+            raise RuntimeError(
+                "decode_natively(model, batch_invariant=True) keeps each text of this cache at its own positions, "
+                "without padding: make another cache for other forwards, beam search, or other texts"
+            )
+
     def get_seq_length(self) -> int:
         """Return the number of tokens."""
         return self.length
@@ -207,11 +232,11 @@ class FixedLayer(DynamicLayer):
         self.keys = None
 
 
-def _fits(buffer: Tensor, new: Tensor, capacity: int) -> bool:
+def _fits(buffer: Tensor, shape: tuple[int, ...], new: Tensor) -> bool:
     return (
-        buffer.shape[:2] == new.shape[:2]
-        and buffer.shape[2] >= capacity
-        and buffer.shape[3] == new.shape[3]
+        buffer.shape[:2] == shape[:2]
+        and buffer.shape[2] >= shape[2]
+        and buffer.shape[3] == shape[3]
         and buffer.dtype == new.dtype
         and buffer.device == new.device
     )
@@ -225,12 +250,18 @@ class FixedCache(Cache):
         length: number of tokens to make room for, at first up to :data:`ROOM` after the prompt. More tokens move the
             cache to larger buffers.
         lender: buffers of earlier caches to use again.
+        rows: see :class:`FixedLayer`.
+
+    Attributes:
+        padding: with ``rows``, that before the texts in masks; None: none.
     """
 
     layers: list[Any]
+    padding: Any = None
 
-    def __init__(self, layers: int, length: int, lender: Buffers | None = None) -> None:
-        super().__init__(layers=[FixedLayer(round_up(length)) for _ in range(layers)])
+    def __init__(self, layers: int, length: int, lender: Buffers | None = None, rows: int | None = None) -> None:
+        super().__init__(layers=[FixedLayer(round_up(length), rows) for _ in range(layers)])
+        self.rows = rows
         if lender is not None:
             lender.lend(self)
 
@@ -245,6 +276,16 @@ class FixedCache(Cache):
             layer.length += count
             layer._value_length = layer.length
 
+    def of_text(self, row: int, length: int) -> FixedCache:
+        """Return a cache of one text's first tokens, in the same memory, which has room where this one has."""
+        one = FixedCache(len(self.layers), 1)
+        for its, layer in zip(one.layers, self.layers, strict=True):
+            its.dtype, its.device, its.capacity = layer.dtype, layer.device, layer.capacity
+            its.buffers = tuple(t[row : row + 1] for t in layer.buffers)
+            its.is_initialized = True
+        one.append(length)
+        return one
+
     def reserve(self, length: int) -> None:
         """Move all layers to larger buffers if these have no room for ``length`` tokens."""
         if length > self.layers[0].capacity:
@@ -254,7 +295,11 @@ class FixedCache(Cache):
 
 def round_up(length: int) -> int:
     """Return the number of tokens that a cache for ``length`` tokens has room for."""
-    return max(-(-length // GROWTH), 1) * GROWTH
+    return _multiple(max(length, 1), GROWTH)
+
+
+def _multiple(count: int, of: int) -> int:
+    return -(-count // of) * of
 
 
 def static_view(cache: FixedCache) -> Cache:
@@ -323,6 +368,8 @@ def batch_of(cache: Any) -> int:
     layers: list[Any] = cache.layers
     if (narrowed := narrowed_of(cache)) is not None:
         return narrowed.rows
+    if type(cache) is FixedCache:
+        return len(layers[0].buffers[0])
     batch: int = layers[0].batch if type(cache) in _OF_CODES else buffers_of(cache)[0][0].shape[0]
     return batch
 
@@ -344,9 +391,9 @@ def length_of(cache: Any) -> int:
 
 
 def buffers_of(cache: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the keys and values of a cache, (batch, heads, capacity, head_dim) per layer."""
+    """Return the keys and values of a cache, (batch, heads, capacity, head_dim) per layer, for a step."""
     if type(cache) is FixedCache:
-        return [each.buffers[0] for each in cache.layers], [each.buffers[1] for each in cache.layers]
+        return [each.whole_buffers[0] for each in cache.layers], [each.whole_buffers[1] for each in cache.layers]
     return [each.keys for each in cache.layers], [each.values for each in cache.layers]
 
 

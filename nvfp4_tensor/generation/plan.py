@@ -96,6 +96,11 @@ class Plan:
         return self.description is not None and any(each.changes for each in self.description.rotaries)
 
     @property
+    def takes_one_operator(self) -> bool:
+        """Whether one operator of a CPU is the native step."""
+        return self._layers is not None
+
+    @property
     def keeps_rotations(self) -> bool:
         """Whether :meth:`rotations` looks them up: a CPU's tables grow, as windows of a static cache move on."""
         return self._layers is not None
@@ -168,9 +173,14 @@ class Plan:
             and not any(each.attention.window or each.attention.sinks is not None for each in self.description.blocks)
         )
 
-    def bind(self, cache: Any, padded: bool) -> NativeStep | OwnStep:
-        """Return the step that appends to the buffers of this cache; ``padded``: texts may have padding before them."""
-        return OwnStep(self, cache) if self.description is None else NativeStep(self, cache, padded)
+    def bind(self, cache: Any, padded: bool, texts: slice | None = None) -> NativeStep | OwnStep:
+        """Return the step that appends to the buffers of this cache.
+
+        Args:
+            padded: texts may have padding before them.
+            texts: rows of the buffers; None: all.
+        """
+        return OwnStep(self, cache) if self.description is None else NativeStep(self, cache, padded, texts)
 
     def run(self, *arguments: Any) -> Tensor:
         """Run the native step: arguments and logits as of :class:`~nvfp4_tensor.generation.token_step.TokenStep`."""
@@ -180,11 +190,13 @@ class Plan:
 class NativeStep:
     """The native step with the buffers of one cache, dense or of codes."""
 
-    def __init__(self, plan: Plan, cache: Any, padded: bool) -> None:
+    def __init__(self, plan: Plan, cache: Any, padded: bool, texts: slice | None = None) -> None:
         assert plan.description is not None
         self.plan = plan
         self.codes = graph_buffers_of(cache) if has_codes(cache) else None
-        self.buffers = buffers_of(cache) if self.codes is None else (self.codes, self.codes)
+        self.buffers: Any = buffers_of(cache) if self.codes is None else (self.codes, self.codes)
+        if texts is not None:
+            self.buffers = tuple([t[texts] for t in each] for each in self.buffers)
         self.fused: CpuLayers | FusedLayers | None = plan._layers
         if self.fused is None and not padded:
             self.fused = FusedLayers.of(plan.description, *self.buffers)
@@ -200,7 +212,7 @@ class NativeStep:
         """Return the logits (B, vocabulary) after tokens (B, 1).
 
         Args:
-            position: (1,), the number of tokens in the cache.
+            position: (1,) or on CUDA (B,), the number of tokens in the cache.
             starts: (B,), the first position that each text sees; None: 0.
             positions: (B, 1), for the rotary embeddings.
             rotations: cos and sin of these positions, None to compute them here.

@@ -33,6 +33,7 @@ class Runner:
         chooser: with it, a step also chooses the next tokens, which are the input of the following step. Positions of
             rotary embeddings are then those of the cache, and rotations are read from a table.
         padded: texts may begin behind padding.
+        rows: texts are at their own positions, and each step is for so many of ``batch``; None: one step for all.
 
     Attributes:
         logits: (B, vocabulary), those of the last step. The next step overwrites them.
@@ -47,8 +48,9 @@ class Runner:
         chooser: Chooser | None = None,
         padded: bool = False,
         pool: Any = None,
+        rows: int | None = None,
     ) -> None:
-        self.plan, self.batch, self.chooser = plan, batch, chooser
+        self.plan, self.batch, self.chooser, self.rows = plan, batch, chooser, rows
         self._known: int | None = None
         self._known_rotary: int | None = None
         self._known_starts: Tensor | None = None
@@ -56,7 +58,7 @@ class Runner:
             with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
                 self._tokens = torch.zeros((batch, 1), dtype=torch.int64, device=plan.device)
                 self._positions = torch.zeros((batch, 1), dtype=torch.int64, device=plan.device)
-                self._position = torch.zeros((1,), dtype=torch.int64, device=plan.device)
+                self._position = torch.zeros((batch if rows else 1,), dtype=torch.int64, device=plan.device)
                 self._starts = torch.zeros((batch,), dtype=torch.int64, device=plan.device) if padded else None
                 self._rotations: list[Rotation] | None = None
                 self._tables: list[Rotation] | None = None
@@ -65,24 +67,35 @@ class Runner:
                 elif chooser is not None and plan.description is not None and not plan.keeps_rotations:
                     places = torch.arange(capacity_of(cache), device=plan.device)[:, None]
                     self._tables = [(cos.clone(), sin.clone()) for cos, sin in plan.rotations(places)]
-            self._step = plan.bind(cache, padded)
+            texts = [slice(at, at + rows) for at in range(0, batch, rows)] if rows else [None]
+            self._steps = [(each, plan.bind(cache, padded, each)) for each in texts]
             self._replay: Callable[[], object] = self._run
             if plan.device.type == "cuda":
                 warm_up = functools.partial(self._warm_up, length_of(cache))
                 self._replay = captured(self._run, plan.device, pool, warm_up)
-                self._step.release()
+                for _, step in self._steps:
+                    step.release()
 
     def _run(self) -> None:
         rotations = self._rotations
         if self._tables is not None:
             at = self._position if self._starts is None else self._positions[:, 0]
             rotations = [(cos.index_select(0, at), sin.index_select(0, at)) for cos, sin in self._tables]
-        logits = self._step(self._tokens, self._position, self._starts, self._positions, rotations)
+        logits = self._logits(rotations)
         if self.chooser is not None:
             self._tokens.copy_(self.chooser(logits)[:, None])
         self._position += 1
         self._positions += 1
         self.logits = logits
+
+    def _logits(self, rotations: list[Rotation] | None) -> Tensor:
+        if not self.rows:
+            return self._steps[0][1](self._tokens, self._position, self._starts, self._positions, rotations)
+        parts = []
+        for texts, step in self._steps:
+            its = None if rotations is None else [(cos[texts], sin[texts]) for cos, sin in rotations]
+            parts.append(step(self._tokens[texts], self._position[texts], None, self._positions[texts], its))
+        return torch.cat(parts)
 
     def _warm_up(self, position: int) -> None:
         """Run some steps whose results do not matter: the next token overwrites the keys and values at ``position``."""
@@ -108,7 +121,7 @@ class Runner:
 
     def feed(self, tokens: Tensor) -> None:
         """Set the next input: tokens of B elements."""
-        self._tokens.copy_(tokens.view(self.batch, 1))
+        self._tokens[: tokens.numel()].copy_(tokens.view(-1, 1))
 
     def launch(self, position: int, position_ids: Tensor | None = None, starts: Tensor | None = None) -> None:
         """Run the fed tokens at this position of the cache, without waiting for the device.
@@ -120,22 +133,27 @@ class Runner:
         """
         if starts is not self._known_starts:
             assert self._starts is not None
-            self._starts.zero_() if starts is None else self._starts.copy_(starts)
-            self._known_starts, self._known_rotary = starts, None
+            self._starts.zero_()
+            if starts is not None:
+                self._starts[: len(starts)].copy_(starts)
+            self._known_starts, self._known, self._known_rotary = starts, None, None
         if self._known != position:
-            self._position.fill_(position)
+            self._position.copy_(self._own(position)) if self.rows else self._position.fill_(position)
         if position_ids is not None:
-            self._positions.copy_(position_ids)
-        elif self._known_rotary != position and starts is None:
-            self._positions.fill_(position)
-        elif self._known_rotary != position and starts is not None:
-            self._positions.copy_(position - starts[:, None])
+            positions = self._positions if len(position_ids) == 1 else self._positions[: len(position_ids)]
+            positions.copy_(position_ids)
+        elif self._known_rotary != position:
+            self._positions.copy_(self._own(position)[:, None])
         if self._rotations is not None:
             for static, new in zip(self._rotations, self.plan.rotations(self._positions), strict=True):
                 torch._foreach_copy_(list(static), list(new))
         self._known, self._known_rotary = None, None  # unknown should the replay raise
         self._replay()
         self._known, self._known_rotary = position + 1, None if position_ids is not None else position + 1
+
+    def _own(self, position: int) -> Tensor:
+        """Return the position of each text, or of all (1,), behind padding."""
+        return torch.full_like(self._position, position) if self._starts is None else position - self._starts
 
 
 def addresses_of(cache: Any) -> tuple[int, ...]:

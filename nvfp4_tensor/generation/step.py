@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from nvfp4_tensor.generation.decoder import CACHES, KWARGS, Caches, DecodeCounts, Decoder, MaskKeeper
 
 
-def decode_natively(model: PreTrainedModel, enable: bool = True) -> PreTrainedModel:
+def decode_natively(model: PreTrainedModel, enable: bool = True, *, batch_invariant: bool = False) -> PreTrainedModel:
     """Generate text at the speed of memory: one CUDA graph per token on a GPU, one native op per token on a CPU.
 
     After this call, a token after the prompt is computed natively by ``generate``, by a call of the model, and by
@@ -36,6 +36,9 @@ def decode_natively(model: PreTrainedModel, enable: bool = True) -> PreTrainedMo
             (``quantize_(model.model, NVFP4WeightOnlyConfig(experts=True))``). The output layer may be NVFP4 or dense; a
             dense one also gets a faster product for one token.
         enable: False restores the model's own forward, and frees graphs and the buffers of caches.
+        batch_invariant: a text's tokens and logits have the same bits alone and in any batch, at any place, padded or
+            not. Prompts are read one by one, and each step is for 16 texts, or for one on a CPU. What cannot be so
+            raises a RuntimeError: calls without a cache of this model's ``generate``, beam search.
 
     Returns:
         The model.
@@ -43,7 +46,9 @@ def decode_natively(model: PreTrainedModel, enable: bool = True) -> PreTrainedMo
     Raises:
         TypeError: not a causal language model of transformers, or on a CPU one of another family.
         ValueError: the step does not support a weight, activation or size of the model; on CUDA, a model on several
-            devices, with hooks, or without a cache of keys and values.
+            devices, with hooks, or without a cache of keys and values; with ``batch_invariant``, a model without a
+            native step, whose activations have one dynamic scale for all tokens, with rotations that depend on the
+            longest text, or on CUDA with experts.
 
     Example::
 
@@ -58,7 +63,7 @@ def decode_natively(model: PreTrainedModel, enable: bool = True) -> PreTrainedMo
         return _restore(model)
     if not isinstance(model, PreTrainedModel) or not model.can_generate() or _head(model) is None:
         raise TypeError(f"decode_natively supports models of transformers that generate text, not {type(model)}")
-    decoder = Decoder(_restore(model))
+    decoder = Decoder(_restore(model), invariant=batch_invariant)
     decoder.install()
     return model
 

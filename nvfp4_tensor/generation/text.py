@@ -286,10 +286,10 @@ class _Writer:
 
     def _read(self, i: int) -> tuple[Tensor, Any, list[int] | None]:
         """Return where the chosen tokens will be on the CPU, the event after which they are there, and their texts."""
-        slot = self._slots[i % len(self._slots)][: self.chooser.batch]
-        slot.copy_(self.chooser.chosen, non_blocking=True)
         narrowed = narrowed_of(self.cache)
         texts = None if narrowed is None else narrowed.order[: narrowed.rows]
+        slot = self._slots[i % len(self._slots)][: None if texts is None else len(texts)]
+        slot.copy_(self.chooser.chosen[: len(slot)], non_blocking=True)
         return slot, torch.cuda.current_stream(self.ids.device).record_event() if self.ids.is_cuda else None, texts
 
 
