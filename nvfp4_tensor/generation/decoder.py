@@ -163,7 +163,7 @@ class Decoder:
             return output
         if self.invariant and not torch.is_grad_enabled():
             raise RuntimeError(
-                "batch_invariant=True serves prompts, with padding before them or none, and tokens of greedy search or "
+                "batch_invariant=True serves texts, with padding before them or none, and tokens of greedy search or "
                 "sampling, in the cache that generate makes: call decode_natively(model) for other forwards"
             )
         if not calls_own:
@@ -176,7 +176,10 @@ class Decoder:
 
     def _natively(self, endings: Endings | None, input_ids: Any = None, **others: Any) -> Any:
         """Return the output for prompts or one token per text, or None, without side effects, for other calls."""
-        cache = cache_in(others)
+        cache = kept = cache_in(others)
+        if self.rows and cache is None and isinstance(input_ids, Tensor):
+            cache = self.new_cache(input_ids.shape[-1])
+            kept = None if others.pop("use_cache", None) is False else cache
         if not self._is_plain(input_ids, cache, others) or getattr(cache, "rows", None) != self.rows:
             return None
         position, position_ids, mask = length_of(cache), others.get("position_ids"), others.get("attention_mask")
@@ -189,7 +192,7 @@ class Decoder:
         padding = None if mask is None else self.padding_of(mask)
         if input_ids.shape[1] > 1 or not position:
             logits = self._read(cache, input_ids, position_ids, padding, others.get("logits_to_keep", 0))
-            return None if logits is None else self._output(logits, cache)
+            return None if logits is None else self._output(logits, kept)
         if not self.takes(cache) or not invariance.keeps(cache, padding):
             return None
         narrowed = _narrowed(cache, input_ids, endings)

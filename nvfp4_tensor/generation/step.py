@@ -38,7 +38,7 @@ def decode_natively(model: PreTrainedModel, enable: bool = True, *, batch_invari
         enable: False restores the model's own forward, and frees graphs and the buffers of caches.
         batch_invariant: a text's tokens and logits have the same bits alone and in any batch, at any place, padded or
             not. Prompts are read one by one, and each step is for 16 texts, or for one on a CPU. What cannot be so
-            raises a RuntimeError: calls without a cache of this model's ``generate``, beam search.
+            raises a RuntimeError: calls with a cache that is not of this model's ``generate``, beam search.
 
     Returns:
         The model.

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from nvfp4_tensor import NVFP4Config
 from nvfp4_tensor.generation import decode_counts, decode_natively, generate, nvfp4_cache
+from nvfp4_tensor.generation.cache_argument import CACHE
 from nvfp4_tensor.generation.decoder import Decoder
 
 COUNT = 10
@@ -116,6 +117,31 @@ def test_tokens_of_the_iterator(options, way, invariant):
         assert row[:end] == alone[i][0][0][:end]
 
 
+@torch.no_grad()
+def test_logits_of_whole_texts(way, invariant):
+    """Without a cache, as evaluations score texts; and without grad only."""
+    model = invariant(tiny_model("Llama"))
+    alone = [model(each[None].to(model.device), use_cache=False).logits[0] for each in PROMPTS]
+    batch = batch_of([PROMPTS[i] for i in (4, 0, 5, 3)], model, 2)
+    output = model(batch["ids"], attention_mask=batch["attention_mask"], use_cache=False)
+    for i, logits in zip((4, 0, 5, 3), output.logits, strict=True):
+        assert torch.equal(logits[-len(PROMPTS[i]) :], alone[i])
+    assert getattr(output, CACHE) is None and decode_counts(model).transformers == 0
+    with torch.enable_grad():
+        assert model(batch["ids"]).logits.requires_grad
+
+
+def test_the_size_of_the_cache(way, invariant):
+    """It does not divide attention otherwise, not that of a single head of keys either."""
+    model = invariant(tiny_model("Llama", num_key_value_heads=1))
+    if way == "graph":
+        pytest.skip("torch's own products see the size on a CPU")
+    small, large = (vars(model)["forward"].new_cache(each) for each in (64, 9000))
+    expected = by_iterator(model, PROMPTS[3:5], 0, cache=small, temperature=1.0)
+    assert by_iterator(model, PROMPTS[3:5], 0, cache=large, temperature=1.0) == expected
+    assert small.layers[0].capacity == 256 and large.layers[0].capacity > 4096
+
+
 def test_a_number_that_bfloat16_products_do_not_take(invariant, way):
     """On a CPU it makes an operator take another kernel for all of its rows: those of its own text only."""
     model = tiny_model("Llama")
@@ -145,8 +171,12 @@ def test_what_cannot_be_is_refused(way, invariant):
     for cache in (DynamicCache(config=model.config), nvfp4_cache(model.config, max_tokens=64)):
         with pytest.raises(RuntimeError, match="batch_invariant=True serves"):
             next(generate(model, ids, max_new_tokens=2, cache=cache))
-    with torch.no_grad(), pytest.raises(RuntimeError, match="batch_invariant=True serves"):
-        model(ids, use_cache=False)
+    for options in (
+        {"output_hidden_states": True},
+        {"attention_mask": torch.tensor([[1] * 6 + [0]], device=ids.device)},
+    ):
+        with torch.no_grad(), pytest.raises(RuntimeError, match="batch_invariant=True serves"):
+            model(ids, **options)
     with pytest.raises(ValueError, match="prefill_chunk_size"):
         model.generate(ids, max_new_tokens=2, prefill_chunk_size=4)
     cache = vars(model)["forward"].new_cache(32)
