@@ -25,6 +25,12 @@ inline int narrow(int64_t size, const char* what) {
   return static_cast<int>(size);
 }
 
+// Whether every row of dense heads begins on 16 bytes.
+inline bool rows_on_16_bytes(const Tensor& t) {
+  const int64_t step = 16 / t.element_size();
+  return begins_on(t, 16) && t.stride(0) % step == 0 && t.stride(1) % step == 0 && t.stride(2) % step == 0;
+}
+
 // What is appended to codes.
 inline AppendCodes append_of(const AppendArguments& a) {
   check_begin(a.key_out, "key_codes"), check_begin(a.value_out, "value_codes");
@@ -37,10 +43,7 @@ inline AppendCodes append_of(const AppendArguments& a) {
   const Tensor* const given[2] = {&a.keys, &a.values};
   for (int i = 0; i < 2; ++i) {
     const Tensor& t = *given[i];
-    const int64_t step = 16 / t.element_size();
-    p.size[i] = static_cast<int>(t.size(3));
-    p.is_wide[i] = t.size(3) % kBlock == 0 && begins_on(t, 16) && t.stride(0) % step == 0 && t.stride(1) % step == 0 &&
-                   t.stride(2) % step == 0;
+    p.size[i] = static_cast<int>(t.size(3)), p.is_wide[i] = t.size(3) % kBlock == 0 && rows_on_16_bytes(t);
   }
   p.starts = static_cast<const int64_t*>(a.starts.const_data_ptr());
   p.batch = narrow(a.key_out.batch, "sequences"), p.kv_heads = narrow(a.key_out.heads, "heads");

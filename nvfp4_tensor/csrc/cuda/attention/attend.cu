@@ -16,19 +16,18 @@ constexpr int kAtOnce = 9;  // partial results that a thread loads before the fi
 constexpr int kMostSplits = 256;
 constexpr int kBlockCost = 32;  // of a block, beside its tiles
 
-// Any dtype and size. Grid (1 + splits, heads of keys x passes, batch).
+// Any dtype and size. Grid (splits, heads of keys x passes, batch).
 __global__ void __launch_bounds__(kPlainThreads) attend_plain_kernel(const __grid_constant__ AttendCodes p) {
   extern __shared__ __align__(16) float memory[];
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const Place at(p);
   const Sight sight(p, at.b);
-  if (blockIdx.x == 0) return attend_dense(p, at, sight, memory);
-  const Range seen = seen_codes(p, sight);
-  const Share share(p, seen);
+  const TileShare share(p, sight.seen(p.front, sight.length));
   PlainUnit unit(p, at, sight, memory);
+  unit.dense(share);
   if (p.is_rotated) unit.rotate();
-  unit.codes(p.front, max(seen.begin, share.begin * kCodeTile), min(seen.end, share.end * kCodeTile));
+  unit.codes(share);
   unit.leave();
 }
 
@@ -45,15 +44,16 @@ struct Partial {
 
 // What blocks left, in one order: a group of threads, one an element, has every groups-th block,
 // and the first group adds up what groups have. Grid (heads x tokens, batch), blocks of (threads of a group, groups).
-__global__ void __launch_bounds__(kCombineThreads) combine_codes_kernel(const __grid_constant__ AttendCodes p) {
+__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Combine p) {
   __shared__ Partial of_group[kCombineThreads];
-  const int kv_head = blockIdx.x / p.rows(), row = blockIdx.x % p.rows();
-  const int pass = row / p.block_rows, mine = row % p.block_rows, blocks = p.blocks();
-  const int64_t unit = (static_cast<int64_t>(blockIdx.y) * p.kv_heads + kv_head) * p.passes + pass;
-  const int d = threadIdx.x, groups = blockDim.y, size = p.partial_size();
-  const bool inside = d < p.value_size;
-  const float* const most_of = p.partial + unit * blocks * size + p.block_rows * p.value_size + mine;
-  const float* const sum_of = p.partial + unit * blocks * size + mine * p.value_size + (inside ? d : 0);
+  const Partials& of = p.partials;
+  const int64_t all_rows = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;  // rows of a head are neighbours
+  const int row = static_cast<int>(blockIdx.x) % p.rows, mine = row % of.rows, blocks = of.splits;
+  const int d = threadIdx.x, groups = blockDim.y, size = of.floats();
+  const bool inside = d < p.size;
+  const float* const begin = of.of(all_rows / p.rows, row / of.rows, 0);
+  const float* const most_of = begin + of.most() + mine;
+  const float* const sum_of = begin + mine * of.size + (inside ? d : 0);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   Partial all = Partial::none();
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_codes_kernel(const __
       const int block = first + i * groups;
       if (block < blocks) {
         const int64_t at = static_cast<int64_t>(block) * size;
-        each[i].most = most_of[at], each[i].total = most_of[at + p.block_rows], each[i].sum = sum_of[at];
+        each[i].most = most_of[at], each[i].total = most_of[at + of.rows], each[i].sum = sum_of[at];
       }
     }
     Partial next = {all.most, 0, 0};
@@ -85,8 +85,7 @@ __global__ void __launch_bounds__(kCombineThreads) combine_codes_kernel(const __
     const Partial& part = of_group[group * blockDim.x + d];
     whole.add(exp2f(part.most - whole.most), part);
   }
-  const int64_t out = (static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x) * p.value_size + d;
-  store_element(p.out, p.dtype, out, whole.total == 0.0f ? 0.0f : whole.sum / whole.total);
+  store_element(p.out, p.dtype, all_rows * p.size + d, whole.total == 0.0f ? 0.0f : whole.sum / whole.total);
 }
 
 // Blocks of a kernel that a multiprocessor holds. The first call on a device lets it have its shared memory.
@@ -163,12 +162,13 @@ void plan(AttendCodes& p) {
   int64_t tiles = ceil_div(p.capacity, kCodeTile);
   if (p.window) tiles = std::min(tiles, (p.window + p.tokens) / kCodeTile + 2);
   tiles += ceil_div(p.latest, kCodeTile) + ceil_div(p.front, kCodeTile);
-  p.splits = best_splits(units, slots, tiles, std::min<int64_t>(kMostSplits, ceil_div(tiles, warps)));
+  const int at_once = kDim == 0 ? kPlainTile / kCodeTile : warps;  // tiles
+  p.splits = best_splits(units, slots, tiles, std::min<int64_t>(kMostSplits, ceil_div(tiles, at_once)));
 }
 
 template <int kDim, int kTiles>
 void launch(const AttendCodes& p, cudaStream_t stream) {
-  const dim3 grid(p.blocks(), p.kv_heads * p.passes, p.batch);
+  const dim3 grid(p.splits, p.kv_heads * p.passes, p.batch);
   const int threads = warps_of<kDim, kTiles>() * 32, bytes = shared_bytes<kDim, kTiles>(p);
   const Launch parts(grid, 1, threads, bytes, stream, Begins::kBeforePreviousEnds);
   if constexpr (kDim == 0) {
@@ -176,20 +176,23 @@ void launch(const AttendCodes& p, cudaStream_t stream) {
   } else {
     cudaLaunchKernelEx(&parts.config, attend_codes_kernel<kDim, kTiles>, p);
   }
-  const int width = (p.value_size + 31) / 32 * 32, groups = std::min(kCombineThreads / width, p.blocks());
-  Launch whole(dim3(p.kv_heads * p.rows(), p.batch), 1, width, 0, stream, Begins::kBeforePreviousEnds);
-  whole.config.blockDim.y = groups;
-  cudaLaunchKernelEx(&whole.config, combine_codes_kernel, p);
+  launch_combine({p.partials(), p.rows(), p.value_size, p.dtype, p.out}, p.kv_heads, p.batch, stream);
 }
 
 }  // namespace
+
+void launch_combine(const Combine& p, int kv_heads, int batch, cudaStream_t stream) {
+  const int width = (p.size + 31) / 32 * 32;
+  Launch launch(dim3(kv_heads * p.rows, batch), 1, width, 0, stream, Begins::kBeforePreviousEnds);
+  launch.config.blockDim.y = std::min(kCombineThreads / width, p.partials.splits);
+  cudaLaunchKernelEx(&launch.config, combine_kernel, p);
+}
 
 int64_t plan_attend_codes(AttendCodes& p) {
   p.is_fast = p.dtype != Dtype::kFloat && p.key_size == p.value_size &&
               (p.key_size == 64 || p.key_size == 96 || p.key_size == 128 || p.key_size == 256);
   for_kernel(p, [&](auto dim, auto tiles) { plan<dim.value, tiles.value>(p); });
-  const int64_t blocks = static_cast<int64_t>(p.batch) * p.kv_heads * p.passes * p.blocks();
-  return blocks * p.partial_size();
+  return static_cast<int64_t>(p.batch) * p.kv_heads * p.passes * p.splits * p.partials().floats();
 }
 
 void launch_attend_codes(const AttendCodes& p, cudaStream_t stream) {

@@ -11,6 +11,8 @@
 namespace nvfp4 {
 namespace attention {
 
+constexpr float kLog2E = 1.4426950408889634f;
+
 constexpr int kCodeTile = 16;   // tokens: a tile of the tensor cores; the capacity of codes is a multiple of it
 constexpr int kPlainTile = 32;  // tokens of the plain kernel, 16 for heads of more than 256 elements
 
@@ -24,6 +26,30 @@ struct DenseRows {
   const void* data;
   int64_t batch_step, head_step, token_step;
 };
+
+// What blocks leave of their rows, of any cache: the largest score in units of log2(e), the sum of the exponentials of
+// the differences from it, and the sums (rows, size) of values times these. A block has up to so many rows of a head of
+// keys and one of `splits` shares of their context, `passes` times `splits` of them all rows and all of it.
+struct Partials {
+  float* at;
+  int rows, size, passes, splits;
+
+  __host__ __device__ int floats() const { return rows * (size + 2); }
+  __host__ __device__ float* of(int64_t unit, int pass, int split) const {
+    return at + ((unit * passes + pass) * splits + split) * floats();
+  }
+  __host__ __device__ int most() const { return rows * size; }  // from sums to the scores, and so many more to totals
+  __host__ __device__ int total() const { return rows * (size + 1); }
+};
+
+// Their outputs (batch, heads of keys, rows of a head, size), of which partial sums may be wider.
+struct Combine {
+  Partials partials;
+  int rows, size;
+  Dtype dtype;
+  void* out;
+};
+void launch_combine(const Combine& p, int kv_heads, int batch, cudaStream_t stream);
 
 struct AttendCodes {
   Dtype dtype;  // of q, out and dense tokens
@@ -39,14 +65,13 @@ struct AttendCodes {
   bool is_settled;  // no kernel under way writes lengths, or the codes that they count
 
   // The plan: a block has `block_rows` queries of one head of keys, of which there are `passes`, and one of `splits`
-  // shares of the context; those of the plain kernel are of the codes, and a block before them has the dense tokens.
+  // shares of the context.
   int block_rows, passes, splits;
   bool is_fast;
-  float* partial;  // of each block: sums (block_rows, value_size), then `most` and `total` (block_rows)
+  float* partial;
 
-  __host__ __device__ int blocks() const { return splits + !is_fast; }
   __host__ __device__ int rows() const { return group * tokens; }
-  __host__ __device__ int partial_size() const { return block_rows * (value_size + 2); }
+  __host__ __device__ Partials partials() const { return {partial, block_rows, value_size, passes, splits}; }
 };
 
 // Decides the plan; returns the floats of `partial`.

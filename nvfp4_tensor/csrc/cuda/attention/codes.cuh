@@ -79,9 +79,9 @@ struct Queries {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const float low = v[2 * i], high = 2 * i + 1 < kEach ? v[2 * i + 1] : 0.0f;
-      rounded[i] = pack_bf16(low, high);
+      rounded[i] = packed_pair<Bf16>(low, high);
       const Pair<Bf16> taken(rounded[i]);
-      rest[i] = pack_bf16(low - taken.low(), high - taken.high());
+      rest[i] = packed_pair<Bf16>(low - taken.low(), high - taken.high());
     }
     store(shared.q[0][to], rounded);
     store(shared.q[0][to + 4], rest);
@@ -103,8 +103,7 @@ template <int kDim, int kTiles>
 __device__ __forceinline__ void leave_block(const AttendCodes& p, const Place& at,
                                             const CodesShared<kDim, kTiles>& shared) {
   using Of = Shape<kDim, kTiles>;
-  float* const to = at.partial(p);
-  float* const most_to = to + p.block_rows * kDim;
+  float *const to = at.partial(p), *const most_to = to + p.partials().most();
   for (int i = threadIdx.x; i < at.rows * kDim; i += Of::kThreads) {
     const int row = i / kDim, d = i % kDim;
     float most = kNothing, total = 0, sum = 0;
@@ -120,26 +119,6 @@ __device__ __forceinline__ void leave_block(const AttendCodes& p, const Place& a
     if (d == 0) most_to[row] = most, most_to[p.block_rows + row] = total;
   }
 }
-
-// The share of a block: tiles of dense tokens, each of which counts as kDenseCost, and then tiles of codes.
-constexpr int kDenseCost = 2;
-
-struct TileShare {
-  int begin, end, dense_begin, dense_end;
-
-  __device__ TileShare(const AttendCodes& p, const Range& seen) {
-    const int first = seen.begin / kCodeTile;
-    const int coded = seen.begin < seen.end ? (seen.end + kCodeTile - 1) / kCodeTile - first : 0;
-    const int dense = kDenseCost * (dense_tiles(p.front) + dense_tiles(p.latest));
-    const int all = coded + dense, each = all / p.splits, more = all % p.splits;
-    const int split = blockIdx.x, from = split * each + min(split, more), to = from + each + (split < more);
-    begin = first + max(from - dense, 0), end = first + max(to - dense, 0);
-    dense_begin = begins(min(from, dense)), dense_end = begins(min(to, dense));
-  }
-  // Dense tiles that begin before this cost.
-  __device__ static int begins(int cost) { return (cost + kDenseCost - 1) / kDenseCost; }
-  __device__ static int dense_tiles(int tokens) { return (tokens + kCodeTile - 1) / kCodeTile; }
-};
 
 // 4 or 8 elements; zeros of no row.
 template <int kFours, typename T>

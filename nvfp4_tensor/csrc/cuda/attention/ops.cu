@@ -6,11 +6,9 @@ namespace nvfp4 {
 namespace attention {
 namespace {
 
-// The same of dense tokens, which are copied where that is not so.
+// A copy where rows do not.
 Tensor on_sixteen_bytes(const Tensor& t) {
-  const int64_t step = 16 / t.element_size();
-  const bool is = begins_on(t, 16) && t.stride(0) % step == 0 && t.stride(1) % step == 0 && t.stride(2) % step == 0;
-  return is ? t : torch::stable::clone(torch::stable::contiguous(t));
+  return rows_on_16_bytes(t) ? t : torch::stable::clone(torch::stable::contiguous(t));
 }
 
 Tensor attend_codes(const Tensor& q, const Tensor& key_codes, const Tensor& key_scale, const Tensor& key_factor,

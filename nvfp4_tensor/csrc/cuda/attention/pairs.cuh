@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/block/elements.cuh"
+#include "cuda/ptx/lanes.cuh"
 #include "numerics/platform.h"
 
 namespace nvfp4 {
@@ -14,29 +16,9 @@ namespace attention {
 
 using Bf16 = __nv_bfloat16;
 
-__device__ __forceinline__ uint32_t transposed(uint32_t v) {
-  uint32_t out;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
-  return out;
-}
-
 __device__ __forceinline__ float exp2_of(float v) {
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(v));
-  return out;
-}
-
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  uint32_t out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
-  if constexpr (std::is_same_v<T, Bf16>) return pack_bf16(low, high);
-  uint32_t out;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
   return out;
 }
 

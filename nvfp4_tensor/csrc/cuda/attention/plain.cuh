@@ -7,6 +7,7 @@
 #include "cuda/attention/attend.h"
 #include "cuda/block/elements.cuh"
 #include "cuda/host/launch.h"
+#include "cuda/ptx/lanes.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "numerics/e2m1.h"
 #include "numerics/e4m3.h"
@@ -14,7 +15,6 @@
 namespace nvfp4 {
 namespace attention {
 
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kNothing = -3.402823466e38f;  // finite: differences of it are no NaN
 
 __device__ __forceinline__ float load_element(const void* from, Dtype dtype, int64_t i) {
@@ -36,12 +36,20 @@ __device__ __forceinline__ void store_element(void* to, Dtype dtype, int64_t i, 
 // A row's factor, of its byte.
 __device__ __forceinline__ float factor_of(uint32_t byte) { return bits_float(byte << 23); }
 
+struct Range {
+  int begin, end;
+  __device__ Range(int64_t from, int64_t behind, int most)
+      : begin(static_cast<int>(max(int64_t{0}, min(from, static_cast<int64_t>(most))))),
+        end(static_cast<int>(max(static_cast<int64_t>(begin), min(behind, static_cast<int64_t>(most))))) {}
+};
+
 // The positions that the new tokens of a sequence see: each a range, which moves on with the token.
 struct Sight {
   int length;  // of the codes
+  int tokens;  // new ones
   int64_t own, window, first;
 
-  __device__ Sight(const AttendCodes& p, int b) : window(p.window) {
+  __device__ Sight(const AttendCodes& p, int b) : tokens(p.tokens), window(p.window) {
     length = static_cast<int>(max(int64_t{0}, min(p.lengths[b], static_cast<int64_t>(p.capacity))));
     own = static_cast<int64_t>(p.front) + length + p.latest - p.tokens;
     first = p.first ? p.first[b] : 0;
@@ -49,13 +57,10 @@ struct Sight {
   // Of new token i, both included.
   __device__ int64_t from(int i) const { return max(window ? own + i + 1 - window : int64_t{0}, first); }
   __device__ int64_t to(int i) const { return own + i; }
-};
-
-struct Range {
-  int begin, end;
-  __device__ Range(int64_t from, int64_t behind, int most)
-      : begin(static_cast<int>(max(int64_t{0}, min(from, static_cast<int64_t>(most))))),
-        end(static_cast<int>(max(static_cast<int64_t>(begin), min(behind, static_cast<int64_t>(most))))) {}
+  // By any of them, of a stretch of so many tokens of which the first has this position.
+  __device__ Range seen(int64_t position, int count) const {
+    return Range(from(0) - position, to(tokens - 1) + 1 - position, count);
+  }
 };
 
 // Where a block stands: its queries, of one head of keys of a sequence.
@@ -72,9 +77,28 @@ struct Place {
     return static_cast<int64_t>(unit) * p.rows() + first_row + row;
   }
   __device__ float* partial(const AttendCodes& p) const {
-    const int64_t block = (static_cast<int64_t>(unit) * p.passes + blockIdx.y % p.passes) * gridDim.x + blockIdx.x;
-    return p.partial + block * p.partial_size();
+    return p.partials().of(unit, blockIdx.y % p.passes, blockIdx.x);
   }
+};
+
+// The share of a block: tiles of dense tokens, each of which counts as kDenseCost, and then tiles of codes.
+constexpr int kDenseCost = 2;
+
+struct TileShare {
+  int begin, end, dense_begin, dense_end;
+
+  __device__ TileShare(const AttendCodes& p, const Range& seen) {
+    const int first = seen.begin / kCodeTile;
+    const int coded = seen.begin < seen.end ? (seen.end + kCodeTile - 1) / kCodeTile - first : 0;
+    const int dense = kDenseCost * (dense_tiles(p.front) + dense_tiles(p.latest));
+    const int all = coded + dense, each = all / p.splits, more = all % p.splits;
+    const int split = blockIdx.x, from = split * each + min(split, more), to = from + each + (split < more);
+    begin = first + max(from - dense, 0), end = first + max(to - dense, 0);
+    dense_begin = begins(min(from, dense)), dense_end = begins(min(to, dense));
+  }
+  // Dense tiles that begin before this cost.
+  __device__ static int begins(int cost) { return (cost + kDenseCost - 1) / kDenseCost; }
+  __device__ static int dense_tiles(int tokens) { return (tokens + kCodeTile - 1) / kCodeTile; }
 };
 
 __host__ __device__ inline int plain_tile(int size) { return size > 256 ? kPlainTile / 2 : kPlainTile; }
@@ -83,12 +107,6 @@ __host__ __device__ inline int plain_tile(int size) { return size > 256 ? kPlain
 __host__ __device__ inline int plain_shared(int rows, int key_size, int value_size) {
   const int widest = key_size > value_size ? key_size : value_size;
   return rows * (key_size + value_size + kPlainTile + 3) + plain_tile(widest) * widest;
-}
-
-__device__ __forceinline__ float plain_warp_sum(float v) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
-  return v;
 }
 
 class PlainUnit {
@@ -124,32 +142,41 @@ class PlainUnit {
     }
   }
 
-  // Tokens [begin, end) of dense rows, of which token 0 has this position.
-  __device__ void dense(const DenseRows& keys, const DenseRows& values, int64_t position, int begin, int end) {
-    run(position, begin, end, [&](bool is_keys, int first, int count) {
-      load_dense(is_keys ? keys : values, is_keys ? p_.key_size : p_.value_size, first, count);
-    });
+  __device__ void dense(const TileShare& share) {
+    const int fronts = TileShare::dense_tiles(p_.front);
+    dense(p_.front_keys, p_.front_values, 0, p_.front, share.dense_begin, share.dense_end);
+    dense(p_.latest_keys, p_.latest_values, static_cast<int64_t>(p_.front) + sight_.length, p_.latest,
+          share.dense_begin - fronts, share.dense_end - fronts);
   }
-  __device__ void codes(int64_t position, int begin, int end) {
-    run(position, begin, end, [&](bool is_keys, int first, int count) {
+  __device__ void codes(const TileShare& share) {
+    run(p_.front, sight_.length, share.begin, share.end, [&](bool is_keys, int first, int count) {
       load_codes(is_keys ? p_.keys : p_.values, is_keys ? p_.key_size : p_.value_size, first, count);
     });
   }
 
   __device__ void leave() {
-    float* const to = at_.partial(p_);
+    float *const to = at_.partial(p_), *const most = to + p_.partials().most();
     for (int i = threadIdx.x; i < at_.rows * p_.value_size; i += blockDim.x) to[i] = sums_[i];
-    float* const most = to + p_.block_rows * p_.value_size;
     for (int i = threadIdx.x; i < at_.rows; i += blockDim.x) {
       most[i] = most_[i], most[p_.block_rows + i] = total_[i];
     }
   }
 
  private:
+  __device__ void dense(const DenseRows& keys, const DenseRows& values, int64_t position, int tokens, int begin,
+                        int end) {
+    run(position, tokens, begin, end, [&](bool is_keys, int first, int count) {
+      load_dense(is_keys ? keys : values, is_keys ? p_.key_size : p_.value_size, first, count);
+    });
+  }
+
+  // What any new token sees of tiles [begin, end) of a stretch of so many tokens, of which the first has this position.
   template <typename Load>
-  __device__ void run(int64_t position, int begin, int end, Load load) {
-    for (int first = begin; first < end; first += tile_tokens_) {
-      const int count = min(tile_tokens_, end - first);
+  __device__ void run(int64_t position, int tokens, int begin, int end, Load load) {
+    const Range seen = sight_.seen(position, tokens);
+    const int behind = min(seen.end, end * kCodeTile);
+    for (int first = max(seen.begin, begin * kCodeTile); first < behind; first += tile_tokens_) {
+      const int count = min(tile_tokens_, behind - first);
       load(true, first, count);
       __syncthreads();
       score(position + first, count);
@@ -207,7 +234,7 @@ class PlainUnit {
           const float *const q = q_ + row * p_.key_size, *const k = tile_ + token * p_.key_size;
           float sum = 0;
           for (int d = lane; d < p_.key_size; d += 32) sum = __fmaf_rn(q[d], k[d], sum);
-          s = plain_warp_sum(sum) * p_.scale;
+          s = sum_of_lanes(sum) * p_.scale;
           if (p_.softcap != 0.0f) s = tanhf(s / p_.softcap) * p_.softcap;
           const int own = (at_.first_row + row) % p_.tokens;
           s = position + token < sight_.from(own) || position + token > sight_.to(own) ? -INFINITY : s * kLog2E;
@@ -222,12 +249,8 @@ class PlainUnit {
     const int lane = threadIdx.x % 32;
     for (int row = threadIdx.x / 32; row < at_.rows; row += blockDim.x / 32) {
       const float s = weights_[row * kPlainTile + lane];
-      float now = s;
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) now = fmaxf(now, __shfl_xor_sync(0xFFFFFFFFu, now, step));
-      const float before = most_[row];
-      now = fmaxf(now, before);
-      const float weight = exp2f(s - now), sum = plain_warp_sum(weight), correction = exp2f(before - now);
+      const float before = most_[row], now = fmaxf(most_of_lanes(s), before);
+      const float weight = exp2f(s - now), sum = sum_of_lanes(weight), correction = exp2f(before - now);
       weights_[row * kPlainTile + lane] = weight;
       __syncwarp();
       if (lane == 0) {
@@ -255,33 +278,6 @@ class PlainUnit {
   float *q_, *sums_, *weights_, *most_, *total_, *correction_, *tile_;
   int tile_tokens_;
 };
-
-// The block of the dense tokens: what any new token sees of them.
-__device__ inline void attend_dense(const AttendCodes& p, const Place& at, const Sight& sight, float* shared) {
-  PlainUnit unit(p, at, sight, shared);
-  const int64_t from = sight.from(0), behind = sight.to(p.tokens - 1) + 1;
-  const Range front(from, behind, p.front);
-  unit.dense(p.front_keys, p.front_values, 0, front.begin, front.end);
-  const int64_t position = static_cast<int64_t>(p.front) + sight.length;
-  const Range latest(from - position, behind - position, p.latest);
-  unit.dense(p.latest_keys, p.latest_values, position, latest.begin, latest.end);
-  unit.leave();
-}
-
-// A split of the codes: whole tiles.
-struct Share {
-  int begin, end;  // tiles of kCodeTile
-  __device__ Share(const AttendCodes& p, const Range& seen) {
-    const int first = seen.begin / kCodeTile, count = (seen.end + kCodeTile - 1) / kCodeTile - first;
-    const int64_t split = static_cast<int64_t>(blockIdx.x) - 1;
-    begin = seen.begin < seen.end ? first + static_cast<int>(count * split / p.splits) : 0;
-    end = seen.begin < seen.end ? first + static_cast<int>(count * (split + 1) / p.splits) : 0;
-  }
-};
-
-__device__ inline Range seen_codes(const AttendCodes& p, const Sight& sight) {
-  return Range(sight.from(0) - p.front, sight.to(p.tokens - 1) + 1 - p.front, sight.length);
-}
 
 }  // namespace attention
 }  // namespace nvfp4

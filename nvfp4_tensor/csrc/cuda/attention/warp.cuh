@@ -40,7 +40,7 @@ struct Mask {
   int free_begin, free_end;  // by all of them
 
   __device__ __forceinline__ Mask(const AttendCodes& p, const Sight& sight, int64_t position, int count)
-      : at(position), seen(sight.from(0) - position, sight.to(p.tokens - 1) + 1 - position, count) {
+      : at(position), seen(sight.seen(position, count)) {
     const Range free(sight.from(p.tokens - 1) - position, sight.to(0) + 1 - position, count);
     free_begin = free.begin, free_end = free.end;
   }
@@ -215,8 +215,8 @@ struct CodesWarp {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float a = s[n][2 * i] * of[i], b = s[n][2 * i + 1] * of[i];
-        const Pair<T> rounded(pack_pair<T>(a, b) & rest);
-        weights[n][i] = transposed(pack_pair<T>(a - rounded.low(), b - rounded.high()));
+        const Pair<T> rounded(packed_pair<T>(a, b) & rest);
+        weights[n][i] = transposed(packed_pair<T>(a - rounded.low(), b - rounded.high()));
       }
     }
   }

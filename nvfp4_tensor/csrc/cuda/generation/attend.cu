@@ -35,9 +35,9 @@ void launch_dim(const Attend& p, cudaStream_t stream) {
   const Launch parts(grid, cluster, attend_warps(kDim) * 32, attend_shared_bytes<kDim>(p.stages), stream,
                      Begins::kBeforePreviousEnds);
   cudaLaunchKernelEx(&parts.config, attend_kernel<T, kDim>, p);
-  if (!p.partial) return;
-  const Launch whole(dim3(p.heads, p.batch), 1, kDim, 0, stream, Begins::kBeforePreviousEnds);
-  cudaLaunchKernelEx(&whole.config, combine_kernel<T, kDim>, p);
+  if (p.partial) {
+    attention::launch_combine({partials_of<kDim>(p), p.group, p.dim, p.dtype, p.out}, p.kv_heads, p.batch, stream);
+  }
 }
 
 // The floats of scratch.
@@ -59,19 +59,18 @@ int64_t plan_dim(Attend& p) {
   // where blocks come in turns, two of them share a multiprocessor
   const int blocks = rows * p.splits > machine.multiprocessors ? 2 : 1;
   p.stages = stages_in<kDim>(machine.shared_bytes / blocks);
-  return is_long ? rows * p.splits * static_cast<int64_t>(sizeof(Partial<kDim>) / 4) : 0;
+  return is_long ? rows * p.splits * partials_of<kDim>(p).floats() : 0;
 }
 
 // does(type, dim): for the dtype and the padded dimension of a head.
 template <typename Does>
 auto for_kernel(const Attend& p, Does does) {
-  const auto for_dim = [&](auto type) {
+  return for_16_bits(p.dtype, [&](auto type) {
     if (p.dim <= 64) return does(type, std::integral_constant<int, 64>{});
     if (p.dim <= 96) return does(type, std::integral_constant<int, 96>{});
     if (p.dim <= 128) return does(type, std::integral_constant<int, 128>{});
     return does(type, std::integral_constant<int, kMostHeadDim>{});
-  };
-  return p.dtype == Dtype::kBf16 ? for_dim(__nv_bfloat16{}) : for_dim(__half{});
+  });
 }
 
 }  // namespace

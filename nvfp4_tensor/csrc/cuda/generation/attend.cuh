@@ -29,13 +29,6 @@ constexpr int kMostStages = 2;
 
 constexpr int attend_warps(int dim) { return dim > 128 ? kAttendWarps / 2 : kAttendWarps; }
 
-// Of a row and some of its heads: what each block leaves.
-template <int kDim>
-struct Partial {
-  float most[kHeads], total[kHeads];  // the largest score, and the sum of exp(score - most)
-  float sum[kHeads][kDim];            // of values times that
-};
-
 template <int kDim>
 struct AttendShared {
   static constexpr int kWarps = attend_warps(kDim);
@@ -62,6 +55,12 @@ constexpr int attend_shared_bytes(int stages) {
   return static_cast<int>(sizeof(Shared) + (Shared::kWarps * stages - 1) * sizeof(Tile<kDim>));
 }
 
+// What blocks leave where another kernel combines it.
+template <int kDim>
+__host__ __device__ inline attention::Partials partials_of(const Attend& p) {
+  return {p.partial, kHeads, kDim, p.passes, p.splits};
+}
+
 // exp(score - most), 0 for -inf also where nothing has been seen yet.
 __device__ __forceinline__ float weight_of(float score, float most) {
   return score == -INFINITY ? 0.0f : expf(score - most);
@@ -77,44 +76,12 @@ __device__ __forceinline__ void weigh_parts(const Attend& p, bool first_block, b
   const bool is_token = part == kWarps && first_block, is_sink = part == kWarps + 1 && first_block && p.sinks;
   float score = part < kWarps || (is_token && inside) ? shared.most[head][part] : -INFINITY;
   if (is_sink && first_head + head < p.heads) score = load_wide<T>(p.sinks, p.wide_sinks, first_head + head);
-  float most = score;
-#pragma unroll
-  for (int step = kParts / 2; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, step));
+  const float most = most_of_lanes<kParts>(score);
   float weight = weight_of(score, most);
   if (is_token && !inside) weight = NAN;  // a token without a slot has no result
-  float total = part < kWarps ? weight * shared.total[head][part] : weight;
-#pragma unroll
-  for (int step = kParts / 2; step > 0; step /= 2) total += __shfl_xor_sync(0xFFFFFFFFu, total, step);
+  const float total = sum_of_lanes<kParts>(part < kWarps ? weight * shared.total[head][part] : weight);
   shared.weight[head][part] = weight;
   if (part == 0) shared.block_most[head] = most, shared.block_total[head] = total;
-}
-
-// Partial results of a head and one of its elements.
-struct Combined {
-  float most, total, sum;
-};
-
-// sum / total of `count` partial results, at(i) the i-th: kAtOnce of them loaded before the first is used.
-template <int kAtOnce, typename At>
-__device__ __forceinline__ float combine_blocks(int count, At at) {
-  Combined all = {-INFINITY, 0, 0};
-  for (int first = 0; first < count; first += kAtOnce) {
-    Combined c[kAtOnce];
-    float most = all.most;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) c[i] = first + i < count ? at(first + i) : Combined{-INFINITY, 0, 0};
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) most = fmaxf(most, c[i].most);
-    const float before = weight_of(all.most, most);
-    all = {most, all.total * before, all.sum * before};
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const float weight = weight_of(c[i].most, most);
-      all.total += weight * c[i].total;
-      all.sum += weight * c[i].sum;
-    }
-  }
-  return all.sum / all.total;
 }
 
 // A warp's first head, a query or, behind them, the new key, with its value. Loaded before any tile.
@@ -187,7 +154,7 @@ __device__ __forceinline__ void score_new_token(const Attend& p, int heads, Atte
     float score = 0;
 #pragma unroll
     for (int d = lane; d < kDim; d += 32) score += to_float(a[d]) * to_float(b[d]);
-    score = warp_sum(score) * p.scaling;
+    score = sum_of_lanes(score) * p.scaling;
     if (p.softcap != 0.0f) score = tanhf(score / p.softcap) * p.softcap;
     if (lane == 0) shared.most[head][AttendShared<kDim>::kWarps] = score;
   }
@@ -303,9 +270,12 @@ __global__ void __launch_bounds__(attend_warps(kDim) * 32) attend_kernel(const _
       }
     } else if (p.partial) {
       const int64_t at = (static_cast<int64_t>(row) * gridDim.y + blockIdx.y) * gridDim.x + split;
-      Partial<kDim>& to = reinterpret_cast<Partial<kDim>*>(p.partial)[at];
-      to.sum[head][d] = sum;
-      if (d == 0) to.most[head] = shared.block_most[head], to.total[head] = shared.block_total[head];
+      float* const to = p.partial + at * partials_of<kDim>(p).floats();
+      to[i] = sum;
+      if (d == 0) {
+        to[kHeads * kDim + head] = shared.block_most[head] * attention::kLog2E;
+        to[kHeads * (kDim + 1) + head] = shared.block_total[head];
+      }
     } else if (d < p.dim) {
       out[head * p.dim + d] = from_float<T>(sum / shared.block_total[head]);
     }
@@ -324,22 +294,6 @@ __global__ void __launch_bounds__(attend_warps(kDim) * 32) attend_kernel(const _
       sum += weight * shared.inbox[block * part_size + i];
     }
     if (d < p.dim) out[head * p.dim + d] = from_float<T>(sum / total);
-  }
-}
-
-// Grid (heads, batch): the splits of a head, whose partial results are in memory.
-template <typename T, int kDim>
-__global__ void __launch_bounds__(kDim) combine_kernel(const __grid_constant__ Attend p) {
-  const int head = blockIdx.x, row = blockIdx.y, d = threadIdx.x;
-  const int kv_head = head / p.group, pass = head % p.group / kHeads, its = head % p.group % kHeads;
-  const int64_t first = (static_cast<int64_t>(row) * p.kv_heads * p.passes + kv_head * p.passes + pass) * p.splits;
-  const Partial<kDim>* const partial = reinterpret_cast<const Partial<kDim>*>(p.partial) + first;
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-  const float y = combine_blocks<16>(
-      p.splits, [&](int i) { return Combined{partial[i].most[its], partial[i].total[its], partial[i].sum[its][d]}; });
-  if (d < p.dim) {
-    static_cast<T*>(p.out)[(static_cast<int64_t>(row) * p.heads + head) * p.dim + d] = from_float<T>(y);
   }
 }
 

@@ -1,6 +1,7 @@
 // The context of attention of one token: tiles of a cache in shared memory, and their products, which a warp adds up.
 #pragma once
 
+#include "cuda/attention/pairs.cuh"
 #include "cuda/block/elements.cuh"
 #include "cuda/generation/step.h"
 #include "cuda/ptx/mma.cuh"
@@ -42,20 +43,6 @@ struct Seen {
     return at >= length ? at - length : at;
   }
 };
-
-__device__ __forceinline__ uint32_t movmatrix_transposed(uint32_t v) {
-  uint32_t out;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(v));
-  return out;
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  const T pair[2] = {from_float<T>(low), from_float<T>(high)};
-  uint32_t packed;
-  memcpy(&packed, pair, 4);
-  return packed;
-}
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) {
   return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
@@ -122,7 +109,7 @@ struct WarpSums {
 
   // Scores to weights, relative to the largest so far.
   __device__ __forceinline__ void weigh(float (&s)[4]) {
-    constexpr float kLog2E = 1.4426950408889634f;
+    using attention::kLog2E;
 #pragma unroll
     for (int head = 0; head < 2; ++head) {
       float now = fmaxf(s[head], s[head + 2]);
@@ -143,11 +130,9 @@ struct WarpSums {
     uint32_t high[2], low[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      high[i] = pack<T>(s[2 * i], s[2 * i + 1]);
-      T rounded[2];
-      memcpy(rounded, &high[i], 4);
-      low[i] = movmatrix_transposed(pack<T>(s[2 * i] - to_float(rounded[0]), s[2 * i + 1] - to_float(rounded[1])));
-      high[i] = movmatrix_transposed(high[i]);
+      const attention::Pair<T> rounded(packed_pair<T>(s[2 * i], s[2 * i + 1]));
+      low[i] = transposed(packed_pair<T>(s[2 * i] - rounded.low(), s[2 * i + 1] - rounded.high()));
+      high[i] = transposed(rounded.bits);
     }
 #pragma unroll
     for (int chunk = 0; chunk < kValueChunks; ++chunk) {

@@ -3,6 +3,7 @@
 
 #include "cuda/block/elements.cuh"
 #include "cuda/generation/step.h"
+#include "cuda/ptx/lanes.cuh"
 
 namespace nvfp4 {
 namespace step {
@@ -14,12 +15,6 @@ constexpr int kAttendThreads = kAttendWarps * 32;
 template <typename T>
 __device__ __forceinline__ float load_wide(const void* from, bool wide, int64_t i) {
   return wide ? static_cast<const float*>(from)[i] : to_float(static_cast<const T*>(from)[i]);
-}
-
-__device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
-  return v;
 }
 
 // A head's query or key, by a warp: loaded, then to shared memory, normed and rotated.
@@ -77,7 +72,7 @@ struct HeadRow {
       float squares = 0;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) squares += v[i] * v[i];
-      unit = rsqrtf(warp_sum(squares) / p.dim + p.norm.eps);
+      unit = rsqrtf(sum_of_lanes(squares) / p.dim + p.norm.eps);
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -110,7 +105,7 @@ __device__ __forceinline__ float joint_unit(const T* from, int count, float eps,
     const float v = to_float(from[i]);
     sum += v * v;
   }
-  sum = warp_sum(sum);
+  sum = sum_of_lanes(sum);
   sync_first<kThreads>();
   if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
   sync_first<kThreads>();

@@ -1,7 +1,8 @@
 // RMS norms of rows, with what is added before: a block has a row, in registers.
-#include "cuda/block/elements.cuh"
+#include "cuda/block/block.cuh"
+#include "cuda/block/decode.cuh"
 #include "cuda/generation/step.h"
-#include "cuda/host/launch.h"
+#include "cuda/ptx/lanes.cuh"
 #include "cuda/ptx/shared.cuh"
 
 namespace nvfp4 {
@@ -12,15 +13,11 @@ constexpr int kMostWarps = 32;
 
 // Of all threads of the block, to each of them. `warps`: kMostWarps floats of shared memory, one array for each call.
 __device__ __forceinline__ float block_sum(float v, float* warps) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
+  v = sum_of_lanes(v);
   const int count = blockDim.x / 32, lane = threadIdx.x % 32;
   if (lane == 0) warps[threadIdx.x / 32] = v;
   __syncthreads();
-  v = lane < count ? warps[lane] : 0.0f;
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
-  return v;
+  return sum_of_lanes(lane < count ? warps[lane] : 0.0f);
 }
 
 template <typename T>
@@ -62,14 +59,7 @@ struct Row {
 #pragma unroll
       for (int group = 0; group < kVectors; ++group) {
         const int at = column(8 * group);
-        T e[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) e[i] = from_float<T>(v[8 * group + i]);
-        if (at < columns) {
-          uint4 packed;
-          memcpy(&packed, e, 16);
-          *reinterpret_cast<uint4*>(to + at) = packed;
-        }
+        if (at < columns) store8(to + at, reinterpret_cast<const float (&)[8]>(v[8 * group]));
       }
     } else {
 #pragma unroll
@@ -137,25 +127,21 @@ __global__ void __launch_bounds__(1024) rms_norm_kernel(const __grid_constant__ 
   }
 }
 
-template <typename T, bool kAligned>
-void launch(const NormRows& p, cudaStream_t stream) {
-  const int vectors = p.columns <= 8192 ? 1 : 2;
-  const int threads = std::min((p.columns + 8 * vectors - 1) / (8 * vectors) + 31, 1024) / 32 * 32;
-  const Launch launch(dim3(static_cast<unsigned>(p.rows)), 1, threads, 0, stream, Begins::kBeforePreviousEnds);
-  vectors == 1 ? cudaLaunchKernelEx(&launch.config, rms_norm_kernel<T, kAligned, 1>, p)
-               : cudaLaunchKernelEx(&launch.config, rms_norm_kernel<T, kAligned, 2>, p);
-}
-
 }  // namespace
 
 void launch_rms_norm(const NormRows& p, cudaStream_t stream) {
   const auto at = [](const void* t) { return reinterpret_cast<uintptr_t>(t); };
   const bool aligned = p.columns % 8 == 0 && (at(p.x) | at(p.residual) | at(p.weight) | at(p.first_weight)) % 16 == 0;
-  if (p.dtype == Dtype::kBf16) {
-    aligned ? launch<__nv_bfloat16, true>(p, stream) : launch<__nv_bfloat16, false>(p, stream);
-  } else {
-    aligned ? launch<__half, true>(p, stream) : launch<__half, false>(p, stream);
-  }
+  const int vectors = p.columns <= 8192 ? 1 : 2;
+  const int threads = std::min((p.columns + 8 * vectors - 1) / (8 * vectors) + 31, 1024) / 32 * 32;
+  const Launch launch(dim3(static_cast<unsigned>(p.rows)), 1, threads, 0, stream, Begins::kBeforePreviousEnds);
+  for_16_bits(p.dtype, [&](auto type) {
+    for_flag(aligned, [&](auto wide) {
+      constexpr auto one = rms_norm_kernel<decltype(type), wide.value, 1>;
+      constexpr auto two = rms_norm_kernel<decltype(type), wide.value, 2>;
+      cudaLaunchKernelEx(&launch.config, vectors == 1 ? one : two, p);
+    });
+  });
 }
 
 }  // namespace step

@@ -65,21 +65,15 @@ void launch_dim(const PlaceOne& p, cudaStream_t stream) {
   cudaLaunchKernelEx(&launch.config, place_kernel<T, kDim>, p, appending);
 }
 
-template <typename T>
-void launch_type(const PlaceOne& p, cudaStream_t stream) {
-  if (p.of.dim <= 64) return launch_dim<T, 64>(p, stream);
-  if (p.of.dim <= 128) return launch_dim<T, 128>(p, stream);
-  launch_dim<T, kMostHeadDim>(p, stream);
-}
-
 }  // namespace
 
 void launch_place_one(const PlaceOne& p, cudaStream_t stream) {
-  if (p.of.dtype == Dtype::kBf16) {
-    launch_type<__nv_bfloat16>(p, stream);
-  } else {
-    launch_type<__half>(p, stream);
-  }
+  for_16_bits(p.of.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (p.of.dim <= 64) return launch_dim<T, 64>(p, stream);
+    if (p.of.dim <= 128) return launch_dim<T, 128>(p, stream);
+    launch_dim<T, kMostHeadDim>(p, stream);
+  });
 }
 
 }  // namespace step

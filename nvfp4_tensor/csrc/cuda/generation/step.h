@@ -5,6 +5,8 @@
 // only then lets the next one begin, so that whatever begins may rely on all kernels but the previous one.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -15,6 +17,12 @@
 
 namespace nvfp4 {
 namespace step {
+
+// Calls f(tag) with the type that one of the dtypes of 16 bits stands for.
+template <typename Function>
+auto for_16_bits(Dtype dtype, Function f) {
+  return dtype == Dtype::kBf16 ? f(__nv_bfloat16{}) : f(__half{});
+}
 
 // x / sqrt(mean(x^2) + eps) * (weight + offset).
 struct Norm {

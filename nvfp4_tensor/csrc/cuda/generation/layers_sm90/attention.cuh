@@ -55,7 +55,7 @@ __device__ __forceinline__ void rotate_head(const Step& s, const uint32_t* from,
   }
   __syncwarp();
   if (norm) {
-    const float factor = rsqrtf(add_lanes(squares) / kDim + s.eps);
+    const float factor = rsqrtf(sum_of_lanes(squares) / kDim + s.eps);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
 #pragma unroll
@@ -171,7 +171,7 @@ struct Attention {
 #pragma unroll
         for (int h = 0; h < kHeadsAtOnce; ++h) products[h] = __fmaf_rn(q[h].element(e), k, products[h]);
       }
-      const float score = fold_heads(products, lane) * s.scaling * 1.4426950408889634f;
+      const float score = fold_heads(products, lane) * s.scaling * attention::kLog2E;
       scores[i] = i < count ? score : -INFINITY;
       now = fmaxf(now, scores[i]);
     }
@@ -254,7 +254,7 @@ __device__ __forceinline__ void prepare_heads(const Step& s, const Layer& layer,
       const uint32_t* from = s.qkv + (s.heads + s.kv_heads + head) * kDim + lane * (kDim / 32);
 #pragma unroll
       for (int i = 0; i < Row<kDim>::kPairs; ++i) {
-        value.pairs[i] = pair_of(await_value(from + 2 * i, tag), await_value(from + 2 * i + 1, tag));
+        value.pairs[i] = packed_pair<__nv_bfloat16>(await_value(from + 2 * i, tag), await_value(from + 2 * i + 1, tag));
       }
       append(value, layer.values + cache_row, scratch.new_value, lane);
     }

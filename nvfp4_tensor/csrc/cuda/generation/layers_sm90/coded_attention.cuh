@@ -84,8 +84,8 @@ __device__ __forceinline__ void split_query(const Step& s, const Scratch<kDim>& 
   if (s.is_rotated) attention::rotate_query(v, lane);
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    const uint32_t rounded = pair_of(v[2 * i], v[2 * i + 1]);
-    const uint32_t rest = pair_of(v[2 * i] - low_float(rounded), v[2 * i + 1] - high_float(rounded));
+    const uint32_t rounded = packed_pair<__nv_bfloat16>(v[2 * i], v[2 * i + 1]);
+    const uint32_t rest = packed_pair<__nv_bfloat16>(v[2 * i] - low_float(rounded), v[2 * i + 1] - high_float(rounded));
     const uint32_t at = to + (row * (kDim + kQueryRowPad) + 2 * (lane * kPairs + i)) * 2;
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(rounded) : "memory");
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(at + kHeadsAtOnce * (kDim + kQueryRowPad) * 2), "r"(rest) : "memory");

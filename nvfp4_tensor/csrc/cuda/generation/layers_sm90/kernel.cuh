@@ -90,7 +90,7 @@ __device__ __forceinline__ void normalize(const Step& s, const __nv_bfloat16* pl
       squares += low * low + high * high;
     }
   }
-  squares = add_lanes(squares);
+  squares = sum_of_lanes(squares);
   if (thread % 32 == 0) store_shared_float(sums + thread / 32 * 4, squares);
   multiplying_barrier();
   float total = 0;
@@ -108,8 +108,8 @@ __device__ __forceinline__ void normalize(const Step& s, const __nv_bfloat16* pl
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
       const uint32_t its = (&v.x)[word], weights = (&w.x)[word];
-      (&normed.x)[word] = pair_of(low_float(weights) * round_bf16(low_float(its) * factor),
-                                  high_float(weights) * round_bf16(high_float(its) * factor));
+      (&normed.x)[word] = packed_pair<__nv_bfloat16>(low_float(weights) * round_bf16(low_float(its) * factor),
+                                                     high_float(weights) * round_bf16(high_float(its) * factor));
       if (use.scaled) (&normed.x)[word] = scale_x((&normed.x)[word]);
     }
     store_shared_16(at, to_fragment(normed));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/generation/layers_sm90/step.h"
+#include "cuda/ptx/lanes.cuh"
 
 namespace nvfp4 {
 namespace layers_sm90 {
@@ -103,21 +104,11 @@ __device__ __forceinline__ void store_shared_bf16(uint32_t to, __nv_bfloat16 v) 
 
 __device__ __forceinline__ float low_float(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_float(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-__device__ __forceinline__ uint32_t pair_of(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
 // The values of four words.
 __device__ __forceinline__ uint2 values_of(uint4 words) {
   return make_uint2(__byte_perm(words.x, words.y, 0x7632), __byte_perm(words.z, words.w, 0x7632));
 }
 __device__ __forceinline__ float round_bf16(float v) { return __bfloat162float(__float2bfloat16_rn(v)); }
-
-__device__ __forceinline__ float add_lanes(float v) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
-  return v;
-}
 
 #endif
 

@@ -4,6 +4,7 @@
 #include "cuda/block/elements.cuh"
 #include "cuda/matmul/decode.cuh"
 #include "cuda/matmul/few_rows_sm90/shape.cuh"
+#include "cuda/ptx/lanes.cuh"
 #include "cuda/ptx/shared_sm90.cuh"
 
 #if NVFP4_LARGE_SHARED_MEMORY
@@ -51,13 +52,6 @@ __device__ __forceinline__ uint4 packed(const float (&v)[8]) {
   uint4 to;
   memcpy(&to, e, 16);
   return to;
-}
-
-template <int kLanes>
-__device__ __forceinline__ float sum_of_lanes(float v) {
-#pragma unroll
-  for (int step = kLanes / 2; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
-  return v;
 }
 
 // fetch_slice of the RMS norm of x. The warps of a row add its squares by way of `squares`, 16 floats each; one block
