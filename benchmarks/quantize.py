@@ -131,7 +131,8 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
     columns, dense, small = x.shape[1], x.numel() * x.element_size(), x.numel() * 9 // 16
     amax = nvfp4.amax(x, -1)
     hadamard = STOCHASTIC.replace(hadamard_sign=True)
-    amax_t = nvfp4.amax_pair(x, hadamard.hadamard_sign)[1]
+    both = None, NEAREST.pack(), hadamard.pack()
+    amax_t = nvfp4.amax_pair(x, *both)[1]
     packed = nvfp4.quantize(x, amax, state, NEAREST.pack())
 
     def quantize(spec: QuantizeSpec, given: Tensor | None = amax) -> Run:
@@ -169,7 +170,7 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
         ("dequantize", lambda: nvfp4.dequantize(*packed, columns, x.dtype), dense + small),
         ("fake quantize, nearest", fake(NEAREST), 2 * dense),
         ("fake quantize, stochastic", fake(STOCHASTIC), 2 * dense),
-        ("amax of row and transpose, Hadamard", lambda: nvfp4.amax_pair(x, hadamard.hadamard_sign), dense),
+        ("amax of row and transpose, Hadamard", lambda: nvfp4.amax_pair(x, *both), dense),
         ("row and transpose, stochastic", pair(STOCHASTIC, amax), dense + 2 * small),
         ("row and transpose, Hadamard, stochastic", pair(hadamard, amax_t), dense + 2 * small),
         ("values and codes of transpose, Hadamard", pair_values(NEAREST, plain_hadamard, True), 2 * dense + small),

@@ -134,14 +134,14 @@ def parts(n: int, k: int, tokens: int, device: torch.device, repeats: int) -> li
     dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16)
     w = torch.randn(n, k, device=device, dtype=torch.bfloat16)
     state = torch.tensor([1, 2], device=device)
-    amax = {key: ops.amax_pair(t, 0xD7E8) for key, t in (("x", x), ("dy", dy))}
     a, b, c = x.numel(), dy.numel(), w.numel()
     quarter, both, drawn = 9 / 16, (nearest.pack(), x_t.pack()), (stochastic.pack(), dy_t.pack())
+    amax = {key: ops.amax_pair(t, None, *both) for key, t in (("x", x), ("dy", dy))}
     codes = ops.quantize(x, amax["x"][0], None, nearest.pack())
     of_w = ops.quantize(w, None, None, tiles.pack())
     lines: list[tuple[str, Callable[[], object], float]] = [
-        ("amax of x and of its transpose", lambda: ops.amax_pair(x, 0xD7E8), 2 * a),
-        ("amax of dy and of its transpose", lambda: ops.amax_pair(dy, 0xD7E8), 2 * b),
+        ("amax of x and of its transpose", lambda: ops.amax_pair(x, None, *both), 2 * a),
+        ("amax of dy and of its transpose", lambda: ops.amax_pair(dy, None, *both), 2 * b),
         ("x and its transpose, to codes", lambda: ops.quantize_pair(x, *amax["x"], None, *both), a * (2 + 2 * quarter)),
         ("dy and its transpose, to codes, stochastic", lambda: ops.quantize_pair(dy, *amax["dy"], state, *drawn),
          b * (2 + 2 * quarter)),

@@ -142,7 +142,7 @@ def amax_arguments(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> dict[str, tupl
     if spec.is_eden:
         return {"amax_rotated": (x, rng, 128), "rotate": (x, rng, False, 128)}
     sign = -1 if spec.hadamard_sign is None else spec.hadamard_sign
-    return {"amax": (x, sign), "amax_pair": (x, sign)}
+    return {"amax": (x, sign), "amax_pair": (x, rng, spec.pack(), spec.pack())}
 
 
 def check_hadamard(device: str) -> Check:

@@ -150,8 +150,7 @@ CASES = {
     ],
     "adamw_step_vector": lambda o: [(o.x(40), o.x(40), o.x(40, dtype=F32), o.x(40, dtype=F32), o.hyper(), o.state)],
     "amax": lambda o: [(o.x(33, 50),), (o.x(33, 50), DEFAULT_HADAMARD_SIGN)],
-    "amax_pair": lambda o: [(o.x(33, 50), DEFAULT_HADAMARD_SIGN)],
-    "amax_pair_by_spec": lambda o: [(o.x(33, 50), o.state, EDEN.pack(), PLAIN.pack(), 128, 256)],
+    "amax_pair": lambda o: [(o.x(33, 50), o.state, EDEN.pack(), PLAIN.pack(), 128, 256)],
     "amax_rotated": lambda o: [(o.x(33, 50), o.state, 128)],
     "append_codes": lambda o: [
         (o.x(2, 3, 5, 64), o.x(2, 3, 5, 32), PLAIN.pack(), *o.cache(32), torch.tensor([1, 2], device=o.device))

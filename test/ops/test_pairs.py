@@ -67,9 +67,7 @@ def check(device, x, spec, spec_t, *, there=None, state=None, smaller=None, offs
     bits = spec.pack(), spec_t.pack()
     row0, col0 = offsets[:2] or (0, 0)
     own = reference_amax(x, spec, state, col0), reference_amax(x.t(), spec_t, state, row0)
-    assert_op(N.amax_pair_by_spec, (there, state, *bits, row0, col0), own, device)
-    if spec.rotation is None and not spec_t.is_eden:
-        assert_op(N.amax_pair, (there, -1 if spec_t.hadamard_sign is None else spec_t.hadamard_sign), own, device)
+    assert_op(N.amax_pair, (there, state, *bits, row0, col0), own, device)
     amaxes = own if smaller is None else tuple(a * 0 + smaller if smaller > 1 else a * smaller for a in own)
     pair = expected_pair(x, amaxes, state, spec, spec_t, *offsets)
     for given_amaxes in (amaxes, (None, None)) if smaller is None else (amaxes,):
@@ -146,7 +144,7 @@ def test_a_matrix_that_fills_the_device(cuda_library, pair):
     x, state, bits = torch.randn(8000, 7056, device="cuda").bfloat16(), rng_state().cuda(), (spec.pack(), spec_t.pack())
     for place in ((7999, 7055), (0, 0), (4000, 129)):
         x[place] *= 50
-        amaxes = N.amax_pair_by_spec(x, state, *bits)
+        amaxes = N.amax_pair(x, state, *bits)
         x_t = x.t().contiguous()
         assert equal_bits(amaxes, (own_amax(x, spec, state), own_amax(x_t, spec_t, state)))
     codes = *N.quantize(x, amaxes[0], state, bits[0]), *N.quantize(x_t, amaxes[1], state, bits[1], stream=1)
@@ -191,4 +189,4 @@ def test_what_belongs_together_is_given_together(device):
         with pytest.raises((ValueError, RuntimeError), match="rng_state"):
             op(x, None, None, None, nearest, eden, *more)
     with pytest.raises((ValueError, RuntimeError), match="needs rng_state"):
-        N.amax_pair_by_spec(x, None, eden, eden)
+        N.amax_pair(x, None, eden, eden)

@@ -48,13 +48,7 @@ def amax(x: Tensor, hadamard_sign: int = -1) -> Tensor:
 
 
 @op(returns="amax, amax_t")
-def amax_pair(x: Tensor, hadamard_sign: int = -1) -> tuple[Tensor, Tensor]:
-    """Return amax of x (2-D) and of its transpose, Hadamard-transformed if a sign is given: each float32 0-d."""
-    return amax(x), amax(x.t(), hadamard_sign)
-
-
-@op(returns="amax, amax_t", is_fake=True)
-def amax_pair_by_spec(
+def amax_pair(
     x: Tensor, rng_state: Tensor | None, spec: int, spec_t: int, row0: SymInt = 0, col0: SymInt = 0
 ) -> tuple[Tensor, Tensor]:
     """Return amax of x (2-D) after the transform of ``spec``, and of its transpose after that of ``spec_t``.
@@ -167,15 +161,6 @@ def own_amax(x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, col0: int 
     return torch.ops.nvfp4.amax_rotated(x, rng_state, col0)
 
 
-def own_amax_pair(
-    x: Tensor, spec: QuantizeSpec, spec_t: QuantizeSpec, rng_state: Tensor | None, row0: int = 0, col0: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Return :func:`own_amax` of x and of its transpose, in one pass over x."""
-    if spec.rotation is None and not spec_t.is_eden:
-        return torch.ops.nvfp4.amax_pair(x, -1 if spec_t.hadamard_sign is None else spec_t.hadamard_sign)
-    return torch.ops.nvfp4.amax_pair_by_spec(x, rng_state, spec.pack(), spec_t.pack(), row0, col0)
-
-
 @op(returns="qdata, scale, per_tensor_scale")
 def quantize_rows(
     x: Tensor,
@@ -229,7 +214,7 @@ def quantize_pair(
     if (amax is None) != (amax_t is None):
         raise ValueError("amax and amax_t are given together, or neither is")
     if amax is None or amax_t is None:
-        amax, amax_t = own_amax_pair(x, QuantizeSpec.unpack(spec), QuantizeSpec.unpack(spec_t), rng_state, row0, col0)
+        amax, amax_t = torch.ops.nvfp4.amax_pair(x, rng_state, spec, spec_t, row0, col0)
     return (
         *quantize(x, amax, rng_state, spec, row0, col0, full_width, stream),
         *quantize(x.t(), amax_t, rng_state, spec_t, col0, row0, full_rows, stream_t),

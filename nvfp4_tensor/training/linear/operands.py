@@ -147,7 +147,7 @@ def _quantize_pair(
     packed, (stream, stream_t), tiles = (spec.pack(), spec_t.pack()), streams, sharding.tiles(x, spec, spec_t)
     amax = amax_t = None
     if sharding.is_sharded:
-        own = [torch.ops.nvfp4.amax_pair_by_spec(t.x, rng_state, *packed, t.row0, t.col0) for t in tiles]
+        own = [torch.ops.nvfp4.amax_pair(t.x, rng_state, *packed, t.row0, t.col0) for t in tiles]
         largest = torch.stack([torch.stack(each).amax() for each in zip(*own, strict=True)])
         amax, amax_t = agree_on_amax(largest, x, sharding).unbind()  # both in one all-reduce
     x_tiles: list[Quantized] = []

@@ -55,24 +55,6 @@ Tensor tensor_amax(const Tensor& x, int64_t hadamard_sign) {
 
 int64_t pair_units(const Matrix& m) { return ceil_div(m.rows, kPairRows) * ceil_div(m.columns, kPairColumns); }
 
-std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
-  NVFP4_CHECK(x.dim() == 2, "amax_pair takes a matrix");
-  const int sign = hadamard_sign_of(hadamard_sign);
-  if (sign < 0) {
-    const float both = matrix_amax(Rows(x).matrix, -1);
-    return {scalar(both), scalar(both)};
-  }
-  const Rows rows(x);
-  std::atomic<uint32_t> row{0}, column{0};
-  each_unit(pair_units(rows.matrix), kPairRows * kPairColumns, [&](int64_t begin, int64_t end) {
-    uint32_t row_most, column_most;
-    kernels().amax_pair(rows.matrix, sign, begin, end, &row_most, &column_most);
-    raise_to(row, row_most);
-    raise_to(column, column_most);
-  });
-  return {scalar(bits_float(row)), scalar(bits_float(column))};
-}
-
 Tensor hadamard(const Tensor& x, int64_t sign) {
   const Rows rows(x);
   const Matrix& m = rows.matrix;
@@ -142,6 +124,34 @@ Tensor rotate(const Tensor& x, const Tensor& rng_state, bool inverse, int64_t co
   each_unit(rotated_units(m), kGroupElements,
             [&](int64_t begin, int64_t end) { kernels().rotate(m, signs.data(), inverse, data, begin, end); });
   return out;
+}
+
+Tensor own_amax(const Tensor& x, const QuantizeSpec& spec, const std::optional<Tensor>& rng_state, int64_t col0) {
+  rng_state_of(rng_state, spec, x);  // or an error that says what is missing
+  return spec.is_eden() ? amax_rotated(x, *rng_state, col0) : tensor_amax(x, spec.hadamard_sign);
+}
+
+std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, std::optional<Tensor> rng_state, int64_t spec, int64_t spec_t,
+                                     int64_t row0, int64_t col0) {
+  NVFP4_CHECK(x.dim() == 2, "amax_pair takes a matrix");
+  const QuantizeSpec of_rows = spec_of(spec), of_columns = spec_of(spec_t);
+  if (of_rows.hadamard_sign >= 0 || of_rows.is_eden() || of_columns.is_eden()) {
+    const Tensor x_t = torch::stable::contiguous(torch::stable::transpose(x, 0, 1));
+    return {own_amax(x, of_rows, rng_state, col0), own_amax(x_t, of_columns, rng_state, row0)};
+  }
+  const Rows rows(x);
+  if (of_columns.hadamard_sign < 0) {
+    const float both = matrix_amax(rows.matrix, -1);
+    return {scalar(both), scalar(both)};
+  }
+  std::atomic<uint32_t> row{0}, column{0};
+  each_unit(pair_units(rows.matrix), kPairRows * kPairColumns, [&](int64_t begin, int64_t end) {
+    uint32_t row_most, column_most;
+    kernels().amax_pair(rows.matrix, of_columns.hadamard_sign, begin, end, &row_most, &column_most);
+    raise_to(row, row_most);
+    raise_to(column, column_most);
+  });
+  return {scalar(bits_float(row)), scalar(bits_float(column))};
 }
 
 // --- quantize --------------------------------------------------------------------------------------------------------
@@ -302,24 +312,6 @@ std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<
   return {out.qdata, out.scale, factors};
 }
 
-// amax of x and amax_t of its transpose, where they are not given.
-void own_amax_pair(const Tensor& x, std::optional<Tensor>& amax, std::optional<Tensor>& amax_t,
-                   const std::optional<Tensor>& rng_state, int64_t spec, int64_t spec_t, int64_t row0, int64_t col0) {
-  NVFP4_CHECK(amax.has_value() == amax_t.has_value(), "amax and amax_t are given together, or neither is");
-  if (amax.has_value()) return;
-  const QuantizeSpec of_rows = spec_of(spec), of_columns = spec_of(spec_t);
-  if (of_rows.hadamard_sign < 0 && !of_rows.is_eden() && !of_columns.is_eden()) {
-    std::tie(amax, amax_t) = amax_pair(x, of_columns.hadamard_sign);
-    return;
-  }
-  const auto own_amax = [&](const Tensor& t, const QuantizeSpec& how, int64_t col0) {
-    rng_state_of(rng_state, how, t);  // or an error that says what is missing
-    return how.is_eden() ? amax_rotated(t, *rng_state, col0) : tensor_amax(t, how.hadamard_sign);
-  };
-  amax = own_amax(x, of_rows, col0);
-  amax_t = own_amax(torch::stable::contiguous(torch::stable::transpose(x, 0, 1)), of_columns, row0);
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(const Tensor& x, std::optional<Tensor> amax,
                                                                          std::optional<Tensor> amax_t,
                                                                          std::optional<Tensor> rng_state, int64_t spec,
@@ -331,7 +323,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(const T
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   const Matrix transposed{m.data, m.columns, m.rows, 0, m.dtype};
-  own_amax_pair(x, amax, amax_t, rng_state, spec, spec_t, row0, col0);
+  NVFP4_CHECK(amax.has_value() == amax_t.has_value(), "amax and amax_t are given together, or neither is");
+  if (!amax) std::tie(amax, amax_t) = amax_pair(x, rng_state, spec, spec_t, row0, col0);
   const Plan plan = make_plan(spec, amax, rng_state, int(stream), x, m, row0, col0, full_width);
   const Plan plan_t = make_plan(spec_t, amax_t, rng_state, int(stream_t), x, transposed, col0, row0, full_rows);
   const Outputs out({m.rows}, m.rows, stored_blocks(m, plan));
@@ -409,10 +402,7 @@ std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, std::optional<Te
                        type),
             factors};
   }
-  const QuantizeSpec how = spec_of(spec);
-  rng_state_of(rng_state, how, x);  // or an error that says what is missing
-  const Tensor amax = how.is_eden() ? amax_rotated(x, *rng_state, 0) : tensor_amax(x, how.hadamard_sign);
-  return fake_quantize(x, amax, rng_state, spec, type, false, 0, 0, 0);
+  return fake_quantize(x, own_amax(x, spec_of(spec), rng_state, 0), rng_state, spec, type, false, 0, 0, 0);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(

@@ -125,8 +125,8 @@ Tensor rotate_back(const Tensor& x, const Tensor& rng_state, int64_t columns, in
 Tensor own_amax(const Tensor& x, const QuantizeSpec& spec, const std::optional<Tensor>& rng_state, int64_t col0);
 
 // That of x by spec, and of x^T by spec_t.
-std::tuple<Tensor, Tensor> amax_pair_by_spec(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
-                                             int64_t spec_t, int64_t row0, int64_t col0);
+std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
+                                     int64_t spec_t, int64_t row0, int64_t col0);
 
 // Whether the kernels of pairs with EDEN know the transforms: EDEN of the transpose, EDEN or none of the rows.
 inline bool rotates_pair(const Matrix& m, const QuantizeSpec& rows, const QuantizeSpec& columns) {

@@ -20,7 +20,7 @@ struct Pair {
   }
 
   void find_amaxes() {
-    if (!amax) std::tie(amax, amax_t) = amax_pair_by_spec(x, rng_state, spec, spec_t, row0, col0);
+    if (!amax) std::tie(amax, amax_t) = amax_pair(x, rng_state, spec, spec_t, row0, col0);
   }
 
   PairQuantization quantization(const Matrix& m, const std::array<Amax, 2>& from, Tensor& factor,

@@ -43,26 +43,6 @@ Tensor transposed(const Tensor& x, const Matrix& m, int sign) {
 
 namespace {
 
-std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, int64_t hadamard_sign) {
-  NVFP4_CHECK(x.dim() == 2, "amax_pair takes a matrix");
-  const OnDeviceOf guard(x);
-  const cudaStream_t stream = current_stream(x);
-  const int sign = hadamard_sign_of(hadamard_sign);
-  if (sign < 0) {
-    Tensor row = nvfp4::amax(x, -1), column = empty_scalar(x);
-    cudaMemcpyAsync(floats(column), floats(row), sizeof(float), cudaMemcpyDeviceToDevice, stream);
-    return {row, column};
-  }
-  const CudaRows rows(x);
-  if (rows.matrix.dtype != Dtype::kBf16 || !rows.matrix.whole_blocks()) {
-    return {nvfp4::amax(x, -1), nvfp4::amax(transposed(x, rows.matrix, sign), -1)};
-  }
-  Tensor row = empty_scalar(x), column = empty_scalar(x);
-  launch_amax_pair(rows.matrix, sign, floats(row), floats(column), stream);
-  check_launched("nvfp4::amax_pair");
-  return {row, column};
-}
-
 // --- EDEN's rotation -------------------------------------------------------------------------------------------------
 
 // Whose first column has number col0.
@@ -120,32 +100,41 @@ Tensor own_amax(const Tensor& x, const QuantizeSpec& spec, const std::optional<T
   return nvfp4::amax_rotated(x, *rng_state, col0);
 }
 
-std::tuple<Tensor, Tensor> amax_pair_by_spec(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
-                                             int64_t spec_t, int64_t row0, int64_t col0) {
-  NVFP4_CHECK(x.dim() == 2, "amax_pair_by_spec takes a matrix");
-  const QuantizeSpec of_rows = spec_of(spec), of_columns = spec_of(spec_t);
-  if (!of_rows.is_eden() && !of_columns.is_eden() && of_rows.hadamard_sign < 0) {
-    return amax_pair(x, of_columns.hadamard_sign);
-  }
+std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
+                                     int64_t spec_t, int64_t row0, int64_t col0) {
+  NVFP4_CHECK(x.dim() == 2, "amax_pair takes a matrix");
   const OnDeviceOf guard(x);
+  const cudaStream_t stream = current_stream(x);
+  const QuantizeSpec of_rows = spec_of(spec), of_columns = spec_of(spec_t);
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
-  if (!rotates_pair(m, of_rows, of_columns)) {
-    return {own_amax(x, of_rows, rng_state, col0), own_amax(transposed(x, m, -1), of_columns, rng_state, row0)};
+  const int sign = of_columns.hadamard_sign;
+  const bool as_is = !of_rows.is_eden() && of_rows.hadamard_sign < 0, rotates = rotates_pair(m, of_rows, of_columns);
+  if (as_is && !of_columns.is_eden() && sign < 0) {
+    Tensor row = nvfp4::amax(x, -1), column = empty_scalar(x);
+    cudaMemcpyAsync(floats(column), floats(row), sizeof(float), cudaMemcpyDeviceToDevice, stream);
+    return {row, column};
   }
-  rng_state_of(rng_state, of_columns, x);  // refuses none
-  const Rotation by_rows = rotation_of(*rng_state, of_rows.is_eden() ? col0 : 0, x);
-  const Rotation by_columns = rotation_of(*rng_state, row0, x);
+  if (!rotates && !(as_is && sign >= 0 && m.dtype == Dtype::kBf16 && m.whole_blocks())) {
+    const Tensor row = own_amax(x, of_rows, rng_state, col0), x_t = transposed(x, m, sign);
+    return {row, of_columns.is_eden() ? own_amax(x_t, of_columns, rng_state, row0) : nvfp4::amax(x_t, -1)};
+  }
   Tensor row = empty_scalar(x), column = empty_scalar(x);
-  launch_amax_pair_eden(m, of_rows.is_eden(), by_rows, by_columns, floats(row), floats(column), current_stream(x));
-  check_launched("nvfp4::amax_pair_by_spec");
+  if (rotates) {
+    rng_state_of(rng_state, of_columns, x);  // refuses none
+    const Rotation by_rows = rotation_of(*rng_state, of_rows.is_eden() ? col0 : 0, x);
+    const Rotation by_columns = rotation_of(*rng_state, row0, x);
+    launch_amax_pair_eden(m, of_rows.is_eden(), by_rows, by_columns, floats(row), floats(column), stream);
+  } else {
+    launch_amax_pair(m, sign, floats(row), floats(column), stream);
+  }
+  check_launched("nvfp4::amax_pair");
   return {row, column};
 }
 
 STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) {
   m.impl("amax", TORCH_BOX(&amax));
   m.impl("amax_pair", TORCH_BOX(&amax_pair));
-  m.impl("amax_pair_by_spec", TORCH_BOX(&amax_pair_by_spec));
   m.impl("hadamard", TORCH_BOX(&hadamard));
   m.impl("rotate", TORCH_BOX(&rotate));
   m.impl("rotate_back", TORCH_BOX(&rotate_back));
