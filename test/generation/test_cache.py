@@ -189,11 +189,10 @@ def test_reset_and_another_batch():
         ours.update(*states(batch=2))
     ours.reset()
     assert ours.get_seq_length() == 0 and ours.nbytes == 0 and NVFP4CacheLayer(recent=5).nbytes == 0
-    for recent in (-1, 1.0, None):
-        with pytest.raises(ValueError, match="recent must be a number of tokens"):
-            NVFP4CacheLayer(recent=recent)
-        with pytest.raises(ValueError, match="sink must be a number of tokens"):
-            NVFP4CacheLayer(sink=recent)
+    for name, wrong in (("recent", [-1, 1.0, None]), ("sink", [-1, 1.0, None]), ("max_tokens", [0, -3, 2.5])):
+        for number in wrong:
+            with pytest.raises(ValueError, match=f"{name} must be a number of tokens"):
+                NVFP4CacheLayer(**{name: number})
     assert ours.update(*states(batch=2))[0].shape == (2, 3, 50, 64)
 
 

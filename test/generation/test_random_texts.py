@@ -18,13 +18,11 @@ from helpers.tiny_models import SIZES, tiny_model
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, StaticCache
 
 from nvfp4_tensor.generation import decode_natively, generate, nvfp4_cache, text
-from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import CACHE, cache_argument
 from nvfp4_tensor.generation.choice import uniforms
 from nvfp4_tensor.generation.decoder import Decoder
-from nvfp4_tensor.generation.fixed_cache import FixedCache, FixedLayer, length_of
+from nvfp4_tensor.generation.fixed_cache import FixedCache, length_of
 from nvfp4_tensor.generation.fused_layers import FusedLayers, fits
-from nvfp4_tensor.generation.ring import Ring
 
 MOST_TOKENS = 110
 SMALL = {"num_hidden_layers": 2}
@@ -443,56 +441,3 @@ def surroundings(kind, monkeypatch):
 @pytest.mark.parametrize(("family", "kind"), PLAYS)
 def test_random_texts(family, kind, seed, turns):
     Player(models_of(family, kind), kind, seed).play(turns)
-
-
-def loses_a_token(monkeypatch):
-    """An own cache that moves to larger buffers without the last token."""
-    reserve = FixedLayer.reserve
-
-    def broken(self, length):
-        moves, reserve_ = self.moves, reserve(self, length)
-        if self.moves > moves:
-            self.buffers[0][:, :, self.length - 1] = 0
-        return reserve_
-
-    monkeypatch.setattr(FixedLayer, "reserve", broken)
-
-
-def keeps_unread_tokens(monkeypatch):
-    monkeypatch.setattr(text, "_drop_tokens", lambda *_: None)
-
-
-def drops_as_many_from_each_layer(monkeypatch):
-    """As it once was: after an error, layers without the new tokens lost old ones."""
-
-    def broken(cache, kept):
-        if hasattr(cache.layers[0], "crop"):  # static ones have it from transformers 5.24 on
-            cache.crop(kept - length_of(cache))
-
-    monkeypatch.setattr(text, "_drop_tokens", broken)
-
-
-def turns_the_ring(monkeypatch):
-    latest = Ring.latest
-    monkeypatch.setattr(Ring, "latest", lambda self, at: tuple(t.roll(1, 2) for t in latest(self, at)))
-
-
-def crops_one_less(monkeypatch):
-    crop = NVFP4CacheLayer.crop
-    monkeypatch.setattr(NVFP4CacheLayer, "crop", lambda self, n: crop(self, n + 1))
-
-
-def begins_with_another_seed(monkeypatch):
-    monkeypatch.setattr("nvfp4_tensor.generation.choice.uniforms", lambda s, *args: uniforms(s + 1, *args))
-
-
-@pytest.mark.parametrize(("bug", "kind"), [
-    (loses_a_token, "own"), (keeps_unread_tokens, "graph"), (drops_as_many_from_each_layer, "own"),
-    (turns_the_ring, "graph"), (crops_one_less, "own"), (begins_with_another_seed, "step"),
-])  # fmt: skip
-def test_a_bug_is_found(bug, kind, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.MADE", {})
-    bug(monkeypatch)
-    with pytest.raises(AssertionError):
-        for seed in range(6, 26):
-            Player(models_of("Llama", kind), kind, seed).play(25)

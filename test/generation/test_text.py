@@ -19,10 +19,15 @@ def prompt(batch=1, length=8, device="cpu"):
     return torch.randint(3, 300, (batch, length), generator=torch.Generator().manual_seed(5)).to(device)
 
 
-def model_on(device, family="Llama", native=True, **changes):
-    model = tiny_model(family, **changes).to(device)
-    if native and (device == "cuda" or family in ("Mistral",)):
-        decode_natively(model)
+def model_on(device, family="Llama"):
+    model = tiny_model(family).to(device)
+    return decode_natively(model) if device == "cuda" or family == "Mistral" else model
+
+
+def stepwise_on(device, family="Llama"):
+    """A model that decodes by the operators of a graph, on a CPU one by one."""
+    model = tiny_model(family).to(device)
+    Decoder(model, by_operators=True).install()
     return model
 
 
@@ -42,14 +47,6 @@ def ties(model, ids, tokens, rank=0):
     return (logits.topk(rank + 1).values[..., rank] - chosen) / logits.std(-1)
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    """The positions of the steps that run."""
-    seen, launch = [], Runner.launch
-    monkeypatch.setattr(Runner, "launch", lambda self, at, *more: seen.append(at) or launch(self, at, *more))
-    return seen
-
-
 @pytest.mark.parametrize("family, batch", [
     ("Llama", 1), ("Mistral", 4), ("Gemma3", 16), ("Qwen3Moe", 4), ("Starcoder2", 18), ("Llama", 67),
 ])  # fmt: skip
@@ -62,10 +59,9 @@ def test_greedy(family, batch, device):
 
 
 @pytest.mark.parametrize("kind", [None, "in a graph", "dense"])
-def test_prompts_of_different_lengths(kind, device, graphs):
+def test_prompts_of_different_lengths(kind, device, steps):
     """Each text is the one that its prompt has alone, up to ties, in two turns with one cache, and without graphs."""
-    model, ids, starts = model_on(device, native=False), prompt(3, 9, device), [0, 4, 7]
-    Decoder(model, by_operators=True).install()
+    model, ids, starts = stepwise_on(device), prompt(3, 9, device), [0, 4, 7]
     cache = None if kind is None else cache_for(model, kind)
     text, begins = ids, torch.tensor(starts, device=device)[:, None]
     for turn in range(1 if cache is None else 2):
@@ -76,10 +72,10 @@ def test_prompts_of_different_lengths(kind, device, graphs):
             gap = ties(model, text[row : row + 1, start:], tokens[row : row + 1])
             assert gap.max() < (0.9 if kind == "in a graph" else 0.2), (turn, row, gap)
         text = torch.cat((text, tokens.to(device), prompt(3, 2, device)), 1)
-    assert len(graphs) == {None: 8, "in a graph": 4 + 8, "dense": 0}[kind]  # with padding among dense tokens: none
+    assert len(steps) == {None: 8, "in a graph": 4 + 8, "dense": 0}[kind]  # with padding among dense tokens: none
 
 
-def test_long_texts(device, graphs, monkeypatch):
+def test_long_texts(device, steps, monkeypatch):
     """Longer than the room after a prompt, and than the random numbers that are computed at once."""
     sampling, texts = {"temperature": 1.0, "top_k": 3, "seed": 1}, []
     for room in (False, True):
@@ -87,8 +83,7 @@ def test_long_texts(device, graphs, monkeypatch):
             monkeypatch.setattr("nvfp4_tensor.generation.fixed_cache.ROOM", 4)
             monkeypatch.setattr("nvfp4_tensor.generation.fixed_cache.GROWTH", 8)
             monkeypatch.setattr("nvfp4_tensor.generation.choice.ROWS", 8)
-        model, ids = model_on(device, native=False), prompt(2, device=device)
-        Decoder(model, by_operators=True).install()
+        model, ids = stepwise_on(device), prompt(2, device=device)
         texts.append([written(model, ids, 24, **options) for options in ({}, sampling)])
         for rank, tokens in zip((0, 2), texts[-1], strict=True):
             assert ties(model, ids, tokens, rank).max() < 0.2
@@ -101,7 +96,7 @@ def test_as_transformers_writes(device):
     model, ids = model_on(device, "Mistral"), prompt(device=device)
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)[:, 8:]
     assert torch.equal(written(model, ids), expected.cpu())
-    plain = model_on(device, native=False)
+    plain = tiny_model("Llama").to(device)
     before = set(vars(plain))
     assert ties(plain, ids, written(plain, ids)).max() < 0.1 and set(vars(plain)) == before
 
@@ -131,17 +126,16 @@ def cache_for(model, kind):
 @pytest.mark.parametrize("kind, batch", [
     ("dense", 3), ("ours", 1), ("ours", 3), ("nvfp4", 1), ("in a graph", 3), ("static", 1),
 ])  # fmt: skip
-def test_a_given_cache_has_the_text(kind, batch, device, graphs):
+def test_a_given_cache_has_the_text(kind, batch, device, steps):
     """Two turns with one cache write what transformers' generate writes after the whole text, in another such cache."""
-    model, ids, more = model_on(device, native=False), prompt(batch, device=device), prompt(batch, 6, device)[:, 1:]
-    Decoder(model, by_operators=True).install()
+    model, ids, more = stepwise_on(device), prompt(batch, device=device), prompt(batch, 6, device)[:, 1:]
     cache = cache_for(model, kind)
     first = written(model, ids, 9, cache=cache)
     assert cache.get_seq_length() == 8 + 9 - 1
     text = torch.cat((ids, first.to(device), more), 1)
     second = written(model, text[:, 16:], 9, cache=cache)
     assert cache.get_seq_length() == 22 + 9 - 1
-    assert len(graphs) == {"dense": 0, "nvfp4": 0}.get(kind, 2 * 8)
+    assert len(steps) == {"dense": 0, "nvfp4": 0}.get(kind, 2 * 8)
     bound = 0.2 if kind in ("dense", "ours", "static") else 0.9
     for before, tokens in ((ids, first), (text, second)):
         assert ties(model, before, tokens).max() < bound
@@ -158,20 +152,18 @@ def test_a_static_cache_without_room_raises():
         generate(model, prompt(length=1), max_new_tokens=2, cache=cache)
 
 
-def test_a_static_cache_with_full_windows(device, graphs):
+def test_a_static_cache_with_full_windows(device, steps):
     """Tokens past the smallest layer of a static cache take the model's own forward."""
-    model, ids = model_on(device, "Gemma3", native=False), prompt(2, device=device)
-    Decoder(model, by_operators=True).install()
+    model, ids = stepwise_on(device, "Gemma3"), prompt(2, device=device)
     cache = StaticCache(config=model.config, max_cache_len=64)
     tokens = written(model, ids, 20, cache=cache)
-    assert graphs == [8, 9, 10, 11] and cache.get_seq_length() == 27  # a window has 12 tokens
+    assert steps == [8, 9, 10, 11] and cache.get_seq_length() == 27  # a window has 12 tokens
     assert ties(model, ids, tokens).max() < 0.2
 
 
 @pytest.mark.parametrize("kind", ["ours", "in a graph"])
-def test_a_text_that_is_not_finished_leaves_what_was_read(kind, device, graphs):
-    model, ids = model_on(device, native=False), prompt(2, device=device)
-    Decoder(model, by_operators=True).install()
+def test_a_text_that_is_not_finished_leaves_what_was_read(kind, device, steps):
+    model, ids = stepwise_on(device), prompt(2, device=device)
     whole, cache = written(model, ids, 12, cache=cache_for(model, kind)), cache_for(model, kind)
     begun = generate(model, ids, max_new_tokens=12, cache=cache)
     tokens = [next(begun) for _ in range(5)]
@@ -202,9 +194,8 @@ def test_it_stops_at_the_end_of_sequence_unless_told_otherwise(device):
     assert written(model, ids, stop_tokens=tokens[0]).tolist() == [tokens[:1]]
 
 
-def test_graphs_are_used_again(device, graphs, monkeypatch):
-    model, ids = model_on(device, native=False), prompt(2, device=device)
-    Decoder(model, by_operators=True).install()
+def test_graphs_are_used_again(device, steps, monkeypatch):
+    model, ids = stepwise_on(device), prompt(2, device=device)
     made = []
     monkeypatch.setattr(Runner, "__init__", lambda *args, make=Runner.__init__: made.append(1) or make(*args))
     first = written(model, ids, temperature=1.0, seed=3)
@@ -217,9 +208,7 @@ def test_graphs_are_used_again(device, graphs, monkeypatch):
 
 
 def test_a_model_that_changes(device):
-    model, ids = model_on(device), prompt(2, device=device)
-    if device == "cpu":
-        Decoder(model, by_operators=True).install()
+    model, ids = stepwise_on(device), prompt(2, device=device)
     tokens = []
     for i, token in enumerate(generate(model, ids, max_new_tokens=20)):
         tokens.append(token)
@@ -250,10 +239,9 @@ def test_invalid_arguments_raise_at_the_call(change, message):
 
 
 @pytest.mark.parametrize("at", [0, 3])
-def test_nan_raises_and_leaves_what_was_read(at, device, graphs):
+def test_nan_raises_and_leaves_what_was_read(at, device, steps):
     """The cache lacks the token that was yielded last, or all of a prompt without one."""
-    model, ids = model_on(device, native=False), prompt(2, device=device)
-    Decoder(model, by_operators=True).install()
+    model, ids = stepwise_on(device), prompt(2, device=device)
     cache, tokens, weight = cache_for(model, "ours"), [], model.model.norm.weight
     with pytest.raises(RuntimeError, match=r"the logits of rows \[.*\] have a NaN"):
         begun = generate(model, ids, max_new_tokens=12, cache=cache)
