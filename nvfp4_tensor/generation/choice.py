@@ -117,7 +117,7 @@ class Chooser:
     def __call__(self, logits: Tensor) -> Tensor:
         """Return the next tokens, int64 (B,), valid also where ``chosen`` is -1. logits: (B, vocabulary)."""
         count = len(logits)
-        if self.rows and count % self.rows:
+        if self.rows:
             logits = torch.nn.functional.pad(logits, (0, 0, 0, -count % self.rows))
         largest, tokens = largest_of(logits)
         if self.kind[0]:
@@ -125,8 +125,10 @@ class Chooser:
             parts = zip(*(each.split(self.rows or len(logits)) for each in (logits, largest, numbers)), strict=True)
             tokens = torch.cat([self._draw(*part) for part in parts])
             self.index += 1
-        largest, tokens = largest[:count], tokens[:count]
-        self.chosen[:count].copy_(torch.where(largest.isnan(), -1, tokens))
+        if self.rows:
+            largest, tokens = largest[:count], tokens[:count]
+        chosen = self.chosen if count == self.batch else self.chosen[:count]
+        chosen.copy_(torch.where(largest.isnan(), -1, tokens))
         return tokens
 
     def _draw(self, logits: Tensor, largest: Tensor, numbers: Tensor) -> Tensor:

@@ -121,7 +121,7 @@ class Runner:
 
     def feed(self, tokens: Tensor) -> None:
         """Set the next input: tokens of B elements."""
-        self._tokens[: tokens.numel()].copy_(tokens.view(-1, 1))
+        _first(self._tokens, len(tokens)).copy_(tokens.view(-1, 1))
 
     def launch(self, position: int, position_ids: Tensor | None = None, starts: Tensor | None = None) -> None:
         """Run the fed tokens at this position of the cache, without waiting for the device.
@@ -135,13 +135,12 @@ class Runner:
             assert self._starts is not None
             self._starts.zero_()
             if starts is not None:
-                self._starts[: len(starts)].copy_(starts)
+                _first(self._starts, len(starts)).copy_(starts)
             self._known_starts, self._known, self._known_rotary = starts, None, None
         if self._known != position:
             self._position.copy_(self._own(position)) if self.rows else self._position.fill_(position)
         if position_ids is not None:
-            positions = self._positions if len(position_ids) == 1 else self._positions[: len(position_ids)]
-            positions.copy_(position_ids)
+            _first(self._positions, len(position_ids)).copy_(position_ids)
         elif self._known_rotary != position:
             self._positions.copy_(self._own(position)[:, None])
         if self._rotations is not None:
@@ -154,6 +153,11 @@ class Runner:
     def _own(self, position: int) -> Tensor:
         """Return the position of each text, or of all (1,), behind padding."""
         return torch.full_like(self._position, position) if self._starts is None else position - self._starts
+
+
+def _first(static: Tensor, count: int) -> Tensor:
+    """Return the rows of the texts; of one row for all texts, all."""
+    return static if count in (1, len(static)) else static[:count]
 
 
 def addresses_of(cache: Any) -> tuple[int, ...]:

@@ -94,8 +94,6 @@ def test_tokens_of_the_iterator(options, way, invariant):
         prompts, seeds, cache = [PROMPTS[i] for i in which], [3 * i for i in which], decoder.new_cache(100)
         first = by_iterator(model, prompts, seeds, extra, cache, stop_tokens=stop, **options)
         mask = batch_of(prompts, model, extra)["attention_mask"]
-        if len(first[0]) < COUNT or stop:
-            return first, None
         new = torch.tensor([[row[-1], 5, 6] for row in first], device=model.device)
         more = mask.new_ones((len(which), cache.get_seq_length() + 3 - mask.shape[1]))
         tokens = generate(
@@ -108,13 +106,14 @@ def test_tokens_of_the_iterator(options, way, invariant):
         which, extra = some(seed)
         first, second = two_turns(which, extra)
         assert first == [alone[i][0][0] for i in which] and second == [alone[i][1][0] for i in which]
-    # Half of the texts end: the others go on in the first rows.
-    stop = [alone[i][0][0][2] for i in (0, 1, 2)]
+    # Half of the texts end: the others go on in the first rows, and for the second turn where they were.
+    others = {token for i in (3, 4, 5) for token in alone[i][0][0]}
+    stop = [next(token for token in alone[i][0][0][1:] if token not in others) for i in (0, 1, 2)]
     which, extra = [0, 3, 1, 4, 2, 5, 0, 1, 2, 3] * 2, 1
-    tokens, _ = two_turns(which, extra, stop)
-    for i, row in zip(which, tokens, strict=True):
-        end = next((at + 1 for at, token in enumerate(alone[i][0][0]) if token in stop), COUNT)
-        assert row[:end] == alone[i][0][0][:end]
+    ends = [next((at + 1 for at, token in enumerate(alone[i][0][0]) if token in stop), None) for i in range(6)]
+    assert ends[3:] == [None] * 3 and None not in ends[:3]
+    for i, row, more in zip(which, *two_turns(which, extra, stop), strict=True):
+        assert row[: ends[i]] == alone[i][0][0][: ends[i]] and (ends[i] or more == alone[i][1][0])
 
 
 @torch.no_grad()
