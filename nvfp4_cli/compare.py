@@ -74,14 +74,16 @@ def _run_models(
 ) -> tuple[Quality, str]:
     """Return what both models say of a text, and whose tokenizer has read it."""
     from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer, read_tokens
+    from nvfp4_tensor.checkpoints.sources.reading import open_any
     from nvfp4_tensor.testing.model_quality import compare_models
 
     tokenizer = open_tokenizer(config_from, a, b)
     ids = read_tokens(text, tokenizer, tokens)
-    model_a = open_model(a, config_from, progress=progress)
-    if config_from is None and b.suffix == ".safetensors":  # a single file has no configuration
-        config_from = a
-    model_b = open_model(b, config_from, progress=progress)
+    with open_any(a) as first, open_any(b) as second:
+        model_a = open_model(first, config_from, progress=progress)
+        if config_from is None and b.suffix == ".safetensors":  # a single file has no configuration
+            config_from = a
+        model_b = open_model(second, config_from, progress=progress)
     quality = compare_models(model_a, model_b, ids, progress=progress, **given)
     return quality, f"{tokenizer.name_or_path}, {len(tokenizer)} tokens"
 

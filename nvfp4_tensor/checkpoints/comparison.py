@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, read
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
+from nvfp4_tensor.checkpoints.sources.reading import open_any
 from nvfp4_tensor.checkpoints.understood import has_pre_scale, pre_scale_of
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX
 
@@ -80,7 +81,8 @@ class Comparison:
 
 
 def compare(a: str | Path, b: str | Path, *, worst: int = 5, progress: bool = True) -> Comparison:
-    """Compare two checkpoints of any formats. Some rows of a weight are in memory at a time.
+    """Compare two checkpoints of any formats, or of other codes that :func:`quantize` reads. Some rows of a weight are
+    in memory at a time.
 
     Args:
         worst: how many blocks to list, from the largest error on.
@@ -88,7 +90,7 @@ def compare(a: str | Path, b: str | Path, *, worst: int = 5, progress: bool = Tr
     Raises:
         ValueError: they have no tensor in common, or a tensor has another shape in b.
     """
-    with read(a) as first, read(b) as second:
+    with open_any(Path(a)) as first, open_any(Path(b)) as second:
         names = [name for name in first.entries if name in second.entries]
         _check_comparable(first, second, names)
         bar = tqdm(names, desc="comparing", unit="tensor", disable=not progress)

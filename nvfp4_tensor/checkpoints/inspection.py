@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections import Counter
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, detect, read
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
-from nvfp4_tensor.checkpoints.sources.reading import open_source
+from nvfp4_tensor.checkpoints.sources.reading import open_any
 from nvfp4_tensor.numerics.layout import E4M3_NAN
 
 CODES = tuple(f"{sign}{value:g}" for sign in ("", "-") for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6))
@@ -117,24 +116,12 @@ def inspect(path: str | Path, *, progress: bool = True) -> Inspection:
     Raises:
         ValueError: it is not a checkpoint, or is damaged.
     """
-    with _opened(Path(path)) as checkpoint:
+    with open_any(Path(path)) as checkpoint:
         bar = tqdm(checkpoint.entries.items(), desc=f"reading {Path(path).name}", unit="tensor", disable=not progress)
         tensors = tuple(_weight(name, entry, checkpoint) for name, entry in bar)
         architecture = (checkpoint.config.get("architectures") or [checkpoint.config.get("model_type")])[0]
         coded = checkpoint.coded_weights.values() if isinstance(checkpoint, CodedFolder) else ()
         return Inspection(checkpoint.format, architecture, tensors, Counter(each.kind for each in coded))
-
-
-def _opened(path: Path) -> Checkpoint:
-    """Open a checkpoint, or what only ``quantize`` reads."""
-    if detect(path) == "dense":
-        return open_source(path)
-    try:
-        return read(path)
-    except ValueError:
-        with contextlib.suppress(ValueError):  # FP8 of ModelOpt, integers of compressed-tensors or torchao
-            return open_source(path)
-        raise
 
 
 def _weight(name: str, entry: Entry, checkpoint: Checkpoint) -> Weight:

@@ -83,10 +83,17 @@ def test_convert_takes_the_options_of_every_format(quantized, tmp_path, run):
     assert read["rounded"].per_tensor_scale == 1
 
 
-def test_a_model_in_fp8_is_inspected_and_quantized(dense, tmp_path, run):
+def test_a_model_in_fp8_is_inspected_quantized_and_compared(dense, text, tmp_path, run):
     tensors, _ = in_fp8(load_file(dense / "model.safetensors"))
     src = write_coded(tmp_path / "fp8", tensors, {"quant_method": "fp8"})
     assert "14 weights are FP8 per tensor: `nvfp4 quantize` reads them" in run("inspect", src, "--quiet")
     assert run("inspect", src, "--quiet", "--json")["coded"] == {"FP8 per tensor": 14}
     assert run("quantize", src, tmp_path / "out", "--quiet", "--json")["quantized"] == 14
+    for a, b, least in ((src, tmp_path / "out", 0.05), (dense, src, 0.01)):
+        said = run("compare", a, b, "--text", text, "--tokens", 64, "--config-from", dense, "--json")
+        assert said["quality"]["divergence"] > 0
+        assert {each["name"] for each in said["layers"] if each["relative"]} == {
+            n for n in tensors if "_proj.weight" in n and "scale" not in n
+        }
+        assert all(least < each["relative"] < 0.2 for each in said["layers"] if each["relative"])
     assert "found one quantized by fp8: `nvfp4 quantize` reads" in run("convert", src, tmp_path / "x", status=1)

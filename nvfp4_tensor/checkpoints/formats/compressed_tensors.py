@@ -121,7 +121,7 @@ def _scheme(checkpoint: FolderCheckpoint, packed: str) -> Scheme:
         scale, static = info.get(f"{module}.weight_scale"), f"{module}.input_global_scale" in info
         is_mx = scale is not None and scale.dtype == torch.uint8
         return Scheme(activations=static, static=static, scaled=not is_mx, group=MX_BLOCK if is_mx else BLOCK)
-    group = _group_of(checkpoint, packed, group_size)
+    group = group_of(checkpoint, packed, group_size)
     activations = group.get("input_activations") or {}
     if group_size(group) == MX_BLOCK:
         return Scheme(scaled=False, group=MX_BLOCK, loses_activations=bool(activations))
@@ -138,16 +138,16 @@ def _scheme(checkpoint: FolderCheckpoint, packed: str) -> Scheme:
     )
 
 
-def _group_of(checkpoint: FolderCheckpoint, name: str, fits: Callable[[Any], object]) -> dict[str, Any]:
+def group_of(checkpoint: FolderCheckpoint, name: str, fits: Callable[[Any], object]) -> dict[str, Any]:
     """Return the group of a tensor among those that fit: the one that names its module, or that of all linears."""
     module = name.rpartition(".")[0]
-    groups = [group for group in checkpoint.quantization["config_groups"].values() if fits(group)]
+    groups = [group for group in (checkpoint.quantization.get("config_groups") or {}).values() if fits(group)]
     named = [group for group in groups if is_matched(module, group.get("targets") or [])]
     general = [group for group in groups if "Linear" in (group.get("targets") or [])]
     found = named or general or (groups if len(groups) == 1 else [])
     if not found:
-        kind = "FP8" if fits is is_fp8 else "NVFP4"
-        raise ValueError(f"{checkpoint.path}: tensor {name} is in no config group of {kind} in config.json")
+        kind = {is_fp8: " of FP8", group_size: " of NVFP4"}.get(fits, "")
+        raise ValueError(f"{checkpoint.path}: tensor {name} is in no config group{kind} in config.json")
     return found[0]
 
 
@@ -158,7 +158,7 @@ def is_fp8(group: Mapping[str, Any]) -> bool:
 
 
 def _scheme_of_fp8(checkpoint: FolderCheckpoint, name: str) -> Scheme:
-    group = _group_of(checkpoint, name, is_fp8)
+    group = group_of(checkpoint, name, is_fp8)
     weights, activations = group["weights"], group.get("input_activations") or {}
     strategy, size = weights.get("strategy") or "tensor", weights.get("group_size")
     where = f"{checkpoint.path}: {name}"

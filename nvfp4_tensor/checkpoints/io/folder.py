@@ -80,7 +80,18 @@ class FolderCheckpoint(Checkpoint):
     def per_tensor_scale(self, name: str) -> Tensor:
         if self.quantized_entry(name).group != BLOCK:  # it follows from the block scales and codes of MXFP4
             return self.linear(name).per_tensor_scale
-        return self.decoded(name, _WithoutBytes(self.shards)).per_tensor_scale
+        return self.decoded(name, self._numbers(self._format.layout.keys_of(name))).per_tensor_scale
+
+    def _numbers(self, keys: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return the tensors of a weight, with those of one byte per element (codes, block scales) on the meta
+        device."""
+        found = {key: self.shards.info[key] for key in keys.values() if key in self.shards.info}
+        return {
+            key: self.shards[key]
+            if info.dtype.itemsize > 1
+            else torch.empty(info.shape, dtype=info.dtype, device="meta")
+            for key, info in found.items()
+        }
 
     def decoded(self, name: str, tensors: Mapping[str, Tensor]) -> LinearParts:
         """Return the parts of a linear, from its tensors in the files or elsewhere."""
@@ -121,7 +132,7 @@ class FolderCheckpoint(Checkpoint):
         elif len(self.entries[name].shape) > 2:
             yield from chunks_of(self.dense(name), rows)
         else:
-            scale, first = self.decoded_fp8(name, _WithoutBytes(self.shards)).scale, 0
+            scale, first = self.decoded_fp8(name, self._numbers(fp8.keys_of(name))).scale, 0
             for codes in self.shards.chunks(name, rows):
                 yield decode(codes, scale, spec.block, self.entries[name].dtype, first)
                 first += len(codes)
@@ -187,28 +198,6 @@ def _modules(folder: Path) -> list[str]:
         return [str(module["path"]) for module in modules if module["path"]]
     except (ValueError, TypeError, KeyError):  # of another program
         return []
-
-
-class _WithoutBytes(Mapping[str, Tensor]):
-    """The tensors of shards, with those of one byte per element (codes, block scales) on the meta device."""
-
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-
-    def __getitem__(self, name: str) -> Tensor:
-        info = self._shards.info[name]
-        return (
-            torch.empty(info.shape, dtype=info.dtype, device="meta") if info.dtype.itemsize == 1 else self._shards[name]
-        )
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._shards
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shards)
-
-    def __len__(self) -> int:
-        return len(self._shards)
 
 
 def warn_of_nan(names: Sequence[str]) -> None:

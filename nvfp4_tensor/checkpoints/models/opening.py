@@ -17,6 +17,7 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, read
 from nvfp4_tensor.checkpoints.formats.gguf.reading import GGUFCheckpoint
 from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_reading import tokenizer_of
 from nvfp4_tensor.checkpoints.models.loading import load_open
+from nvfp4_tensor.checkpoints.sources.reading import open_any
 
 
 def _transformers() -> Any:
@@ -52,7 +53,7 @@ def open_model(path: Path | Checkpoint, config_from: Path | None = None, *, prog
         if config_from is None:
             config = _config(transformers, checkpoint)
         else:
-            with read(config_from) as other:
+            with open_any(config_from) as other:
                 config = _config(transformers, other)
         dtype = config.dtype if config.dtype in (torch.float16, torch.float32) else torch.bfloat16
         with init_empty_weights(include_buffers=False):

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.checkpoints.formats.compressed_tensors import group_of
 from nvfp4_tensor.checkpoints.formats.torchao import described
 from nvfp4_tensor.checkpoints.sources.coded import Coded, CodedFolder, Read, Rows, expect, modules_with, naming
 from nvfp4_tensor.checkpoints.sources.fp8 import fp8_weight
 from nvfp4_tensor.checkpoints.sources.layouts import Found, Settings
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS, unpack
-from nvfp4_tensor.quantization.names import is_matched
 
 
 def library(name: str) -> Any:
@@ -39,7 +39,7 @@ def compressed_tensors(folder: CodedFolder, settings: Settings) -> Found:
     info = folder.shards.info
     packed = modules_with(folder, "weight_shape", "weight_packed")
     for module in (*packed, *modules_with(folder, "weight_scale", "weight", torch.int8)):
-        arguments = _arguments(folder, module, settings)
+        arguments = _arguments(folder, module)
         bits = arguments.num_bits
         parts = {"codes": f"{module}.weight{'_packed' * (module in packed)}", "scale": f"{module}.weight_scale"}
         if module in packed:
@@ -71,16 +71,11 @@ def compressed_tensors(folder: CodedFolder, settings: Settings) -> Found:
         yield f"{module}.weight", coded
 
 
-def _arguments(folder: CodedFolder, module: str, settings: Settings) -> Any:
-    """Return compressed-tensors' description of a weight: of the group that names its module, or that of linears."""
-    groups = [group for group in (settings.get("config_groups") or {}).values() if group.get("weights")]
-    named = [group for group in groups if is_matched(module, group.get("targets") or [])]
-    general = [group for group in groups if "Linear" in (group.get("targets") or [])]
-    found = named or general or groups
-    if not found:
-        raise ValueError(f"{folder.path}: {module} has codes, but is in no config group of config.json")
+def _arguments(folder: CodedFolder, module: str) -> Any:
+    """Return compressed-tensors' description of a weight."""
+    group = group_of(folder, f"{module}.weight", lambda group: group.get("weights"))
     try:
-        arguments = library("compressed_tensors.quantization").QuantizationArgs(**found[0]["weights"])
+        arguments = library("compressed_tensors.quantization").QuantizationArgs(**group["weights"])
     except ValueError as error:
         raise ValueError(f"{folder.path}: the config group of {module} is invalid: {error}") from None
     strategy = getattr(arguments.strategy, "value", arguments.strategy)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, detect, read
 from nvfp4_tensor.checkpoints.formats.dense import Dense
 from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT as GGUF
 from nvfp4_tensor.checkpoints.formats.modelopt import HF_QUANT_CONFIG
@@ -46,6 +47,18 @@ def open_source(path: Path) -> Checkpoint:
         ValueError: it is invalid, or has weights that are not read, by name.
     """
     return GGUF.read(path) if GGUF.detect(path) else SOURCE.read(path)
+
+
+def open_any(path: Path) -> Checkpoint:
+    """Open a checkpoint, or what only ``quantize`` reads."""
+    if detect(path) == "dense":
+        return open_source(path)
+    try:
+        return read(path)
+    except ValueError:
+        with contextlib.suppress(ValueError):  # FP8 of ModelOpt, integers of compressed-tensors or torchao
+            return open_source(path)
+        raise
 
 
 class Source(Dense):
