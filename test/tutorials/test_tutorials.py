@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = {
     "finetune_8b_24gb": ["--text", str(ROOT / "README.md"), "--steps", "1", "--batch", "1", "--length", "16"],
-    "qat_smollm2": ["--steps", "8", "--batch", "1", "--length", "128", "--evaluate", "512"],
     "qlora_two_ranks": ["--steps", "3", "--tokens", "48"],
     "transformers_checkpoint": ["--evaluate", "256", "--steps", "3", "--length", "64"],
 }
@@ -24,16 +23,14 @@ NEEDS = {
     "04_lora": ["peft"],
     "05_lora_on_a_language_model": ["peft", *DEMO],
     "finetune_8b_24gb": DEMO,
-    "qat_smollm2": DEMO,
     "qlora_two_ranks": ["peft", *DEMO],
     "transformers_checkpoint": ["peft", *DEMO],
 }
 ELSEWHERE = {"train_llama", "pretrain_fsdp"}
 """Their own files here run them from the command line."""
-EXHAUSTIVE = {"05_lora_on_a_language_model", "finetune_8b_24gb", "qat_smollm2"}
+EXHAUSTIVE = {"05_lora_on_a_language_model", "finetune_8b_24gb"}
 """The first is 04_lora on a real model, as qlora_two_ranks is. test_finetune_8b_24gb.py runs the second with a small
-model. The last takes minutes where a CPU has no bfloat16; test/integrations/test_torchao_qat.py trains a small model in
-the same way."""
+model."""
 
 
 def scripts():
