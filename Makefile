@@ -86,6 +86,7 @@ build: $(VENV)/.build native  ## the native libraries for every GPU, into the so
 
 docs: $(VENV)/.docs  ## the documentation as a site (build/docs); a dead link fails it
 	$(BIN)/python -m benchmarks.performance_page
+	$(BIN)/python -m benchmarks.accuracy_page
 	$(BIN)/zensical build --strict --clean
 
 sdist: $(VENV)/.release  ## the sources as pip takes them (dist/)

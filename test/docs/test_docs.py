@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import nvfp4_tensor
-from benchmarks import performance_page
+from benchmarks import accuracy_page, performance_page
 from nvfp4_tensor.numerics import layout, philox
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +107,10 @@ def test_performance_is_of_the_results() -> None:
     means = [statistics.geometric_mean(run["chain"][i]["ratio"]["nvfp4"] for run in runs) for i in range(12)]
     row = "| in a chain, geometric mean | " + " | ".join(f"{mean:.2f}" for mean in means) + " |"
     assert row in performance_page.page().splitlines()
+
+
+def test_tables_of_accuracy_are_of_the_results() -> None:
+    assert all(path.read_text() == accuracy_page.page(path) for path in accuracy_page.GUIDES)
 
 
 def test_figures_of_the_readme() -> None:
