@@ -91,8 +91,9 @@ def own() -> str:
     losses = ", ".join(f"{row['loss']:.3f} on {row['text']}" for row in log["rows"])
     seen = log["steps"] * log["settings"]["batch"] * log["settings"]["length"]
     return (
-        f"The second model has {log['parameters'] / 1e6:.0f} million parameters and saw {seen / 1e6:.0f} million\n"
-        f"tokens in {log['seconds'] / 60:.0f} minutes of one {MACHINE.upper()}. Its bfloat16 loses {losses} (nats per token)."
+        f"The second model has {log['parameters'] / 1e6:.0f} million parameters. It saw {seen / 1e6:.0f} million\n"
+        f"tokens in {log['seconds'] / 60:.0f} minutes of one {MACHINE.upper()}. In bfloat16 it has {losses}\n"
+        "nats per token."
     )
 
 

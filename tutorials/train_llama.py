@@ -94,7 +94,6 @@ class Shape:
     width: int
     heads: int
     hidden: int
-    vocabulary: int = 256
     embedding_std: float = 0.02
     linear_std: float = 0.02
     """Standard deviations of the initial embedding and linears of the blocks. Short runs need larger values, because
@@ -108,6 +107,7 @@ SHAPES = {
     "20m": Shape(layers=6, width=512, heads=8, hidden=1536),
     "25m": Shape(layers=6, width=576, heads=9, hidden=1600),
     "30m": Shape(layers=6, width=640, heads=5, hidden=1728),
+    "110m": Shape(layers=12, width=768, heads=12, hidden=2048),
 }
 
 
@@ -140,17 +140,17 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """A Llama that maps bytes (batch, length) to logits (batch, length, 256)."""
+    """A Llama that maps bytes (batch, length), or other tokens, to logits (batch, length, vocabulary)."""
 
     cosine: Tensor
     sine: Tensor
 
-    def __init__(self, shape: Shape, length: int) -> None:
+    def __init__(self, shape: Shape, length: int, vocabulary: int = 256) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.embedding = nn.Embedding(vocabulary, shape.width)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head = nn.Linear(shape.width, vocabulary, bias=False)
         size = shape.width // shape.heads
         angle = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)
         self.register_buffer("cosine", angle.cos(), persistent=False)
@@ -180,6 +180,7 @@ class Settings:
     steps: int = 400
     batch: int = 8
     length: int = 256
+    vocabulary: int = 256
     learning_rate: float = 4e-3
     warmup: float = 0.05
     seed: int = 0
@@ -203,7 +204,7 @@ class Trainer:
         self.settings = settings
         self.training_text, self.validation_text = (t.to(settings.device) for t in (training_text, validation_text))
         torch.manual_seed(settings.seed)
-        self.model = Llama(SHAPES[settings.size], settings.length).to(settings.device)
+        self.model = Llama(SHAPES[settings.size], settings.length, settings.vocabulary).to(settings.device)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )

@@ -40,7 +40,7 @@ from benchmarks.accuracy.texts import WINDOW, least_shared, package_folders, wit
 from benchmarks.harness import at_least, record, result_path, save, table
 from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer
 from tutorials import train_llama
-from tutorials.train_llama import SHAPES, Settings, Shape, Trainer
+from tutorials.train_llama import SHAPES, Settings, Trainer
 
 KINDS = {
     "python": (".py", ".pyi"), "headers": (".h", ".hpp", ".cuh", ".cu", ".c", ".cc", ".cpp", ".inl"),
@@ -48,8 +48,6 @@ KINDS = {
 }  # fmt: skip
 SYSTEM = ("/usr/include", "/usr/local/include", "/usr/local/cuda/include", "/usr/share/doc", "/usr/lib/python3")
 VOCABULARY, END = 16_384, "<|endoftext|>"
-SHAPES["110m"] = Shape(layers=12, width=768, heads=12, hidden=2048, vocabulary=VOCABULARY)
-SHAPES["tiny"] = dataclasses.replace(SHAPES["tiny"], vocabulary=VOCABULARY)
 LARGEST_FILE, TOKENIZER_BYTES, HELD_OUT_BYTES, EVALUATION_WINDOWS = 400_000, 32_000_000, 3_000_000, 32
 
 
@@ -225,7 +223,7 @@ def as_transformers(trainer: Trainer) -> Any:
 
     shape = SHAPES[trainer.settings.size]
     config = LlamaConfig(
-        vocab_size=shape.vocabulary, hidden_size=shape.width, intermediate_size=shape.hidden,
+        vocab_size=VOCABULARY, hidden_size=shape.width, intermediate_size=shape.hidden,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.heads,
         max_position_embeddings=2048, rms_norm_eps=torch.finfo(torch.float32).eps, bos_token_id=0, eos_token_id=0,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, tie_word_embeddings=False,
@@ -290,6 +288,7 @@ def main() -> None:
     texts = torch.load(folder / "texts.pt")
     settings = Settings(
         recipe="bf16", size=options.size, steps=options.steps, batch=options.batch, length=WINDOW,
+        vocabulary=VOCABULARY,
         learning_rate=options.learning_rate, warmup=0.03, seed=options.seed, device=options.device,
         compile=device.type == "cuda",
     )  # fmt: skip

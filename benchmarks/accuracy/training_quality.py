@@ -13,7 +13,8 @@ weights and see the same batches; an increase is relative to bfloat16 with that 
 
 With --branch 0.25, recipes train the last quarter of the steps alone: all variants of a seed and text start from one
 run in bfloat16, with its weights and optimizer states. What differs at the end is then what they cost, and not also
-that two runs from scratch part ways.
+that two runs from scratch part ways. With --model FOLDER, they go on from where benchmarks.accuracy.own_model ended,
+with its texts (--steps 300 --batch 16 --learning-rate 1e-4 --processes 1).
 
 Several processes share a GPU, each step is one replay of a CUDA graph, and the result file is written after each run.
 The same command continues a file: runs that it has are not repeated. With --budget, no run starts that would end later.
@@ -78,9 +79,17 @@ class Run(Job):
     points: list[dict]
 
 
-def trunk_of(job: Job, settings: Settings, text: tuple[Tensor, Tensor], branch: float) -> GraphTrainer:
-    """Return a trainer that has trained in bfloat16 up to where the variants of a text and seed branch off."""
+def trunk_of(job: Job, settings: Settings, text: tuple[Tensor, Tensor], branch: float | Path) -> GraphTrainer:
+    """Return a trainer that has trained in bfloat16 up to where the variants of a text and seed branch off.
+
+    branch: the part of the steps that is left, or the folder of a model whose training went before them.
+    """
     trainer = GraphTrainer(dataclasses.replace(settings, seed=job.seed, recipe="bf16"), *text)
+    if isinstance(branch, Path):
+        state = torch.load(branch / "checkpoint.pt", map_location=settings.device)
+        trainer.model.load_state_dict(state["model"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        return trainer
     trainer.train(until=round(settings.steps * (1 - branch)))
     return trainer
 
@@ -110,7 +119,7 @@ NOT_STARTED = "not started: the budget is spent"
 
 
 def _work(
-    rank: int, queue: Any, results: Any, settings: Settings, texts: Texts, deadline: float | None, branch: float
+    rank: int, queue: Any, results: Any, settings: Settings, texts: Texts, deadline: float | None, branch: float | Path
 ) -> None:
     """Take lists of jobs, with one trunk each, from the queue until it gives None. A job that fails stops no other."""
     torch.set_num_threads(1)
@@ -135,7 +144,7 @@ def _work(
     results.put(None)
 
 
-def groups_of(jobs: list[Job], branch: float) -> list[list[Job]]:
+def groups_of(jobs: list[Job], branch: float | Path) -> list[list[Job]]:
     """Return the jobs in lists for one process each: those of one text and seed, which share a trunk, or one each."""
     if not branch:
         return [[job] for job in jobs]
@@ -147,7 +156,8 @@ def groups_of(jobs: list[Job], branch: float) -> list[list[Job]]:
 
 def jobs_of(options: argparse.Namespace, done: set[Job]) -> list[Job]:
     """Return what is left to run. Seeds come one after another, so that an interrupted study has complete ones."""
-    jobs = [Job(variant, text, seed) for seed in range(options.seeds) for text in TEXTS for variant in options.variants]
+    texts = ["own"] if options.model else TEXTS
+    jobs = [Job(variant, text, seed) for seed in range(options.seeds) for text in texts for variant in options.variants]
     return [job for job in jobs if job not in done]
 
 
@@ -161,18 +171,31 @@ def earlier_runs(path: Path, settings: dict[str, Any]) -> list[dict]:
     return content["runs"]
 
 
-def subject_of(size: str, branch: float) -> str:
+def texts_of(options: argparse.Namespace, names: set[str]) -> Texts:
+    """Return (training, validation) of each text: bytes, or the tokens of a model."""
+    if not options.model:
+        return {name: corpus(options.folder, options.limit, TEXTS[name]) for name in names}
+    found = torch.load(Path(options.model) / "texts.pt")
+    return {name: (found["training"], torch.cat(list(found["evaluation"].values()))) for name in names}
+
+
+def subject_of(size: str, branch: float | Path) -> str:
     """Return the name of the result file, which says whether recipes train a part of the steps alone."""
+    if isinstance(branch, Path):
+        return f"training_quality_{branch.name}"
     return f"training_quality_{size}" + (f"_last_{branch:g}" if branch else "")
 
 
 def study(options: argparse.Namespace, settings: Settings, path: Path) -> dict:
     """Run all variants, texts and seeds, and return the content of the result file."""
     start = time.time()
-    all_settings = {**dataclasses.asdict(settings), **({"branch": options.branch} if options.branch else {})}
+    all_settings = {
+        **dataclasses.asdict(settings),
+        **({"branch": options.model or options.branch} if options.branch else {}),
+    }
     runs = earlier_runs(path, all_settings)
     jobs = jobs_of(options, {Job(run["variant"], run["text"], run["seed"]) for run in runs})
-    texts = {text: corpus(options.folder, options.limit, TEXTS[text]) for text in {job.text for job in jobs}}
+    texts = texts_of(options, {job.text for job in jobs})
     for text in sum(texts.values(), ()):
         text.share_memory_()
     context = mp.get_context("spawn")
@@ -218,6 +241,7 @@ def main() -> None:
     parser.add_argument("--batch", type=at_least(1), default=4)
     parser.add_argument("--length", type=at_least(2), default=1024)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--model", help="a folder of benchmarks.accuracy.own_model to go on from")
     parser.add_argument("--branch", type=float, default=0.0, help="the part of the steps that recipes train")
     parser.add_argument("--device", default="cuda" if on_cuda else "cpu")
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_path("purelib")), help="where the texts are")
@@ -230,6 +254,11 @@ def main() -> None:
     else:
         fields = ("size", "steps", "batch", "length", "learning_rate", "device")
         settings = Settings(**{field: getattr(options, field) for field in fields})
+        if options.model:
+            own = json.loads(Path(options.model, "training.json").read_text())["settings"]
+            vocabulary = json.loads(Path(options.model, "config.json").read_text())["vocab_size"]
+            settings = dataclasses.replace(settings, size=own["size"], length=own["length"], vocabulary=vocabulary)
+            options.branch = Path(options.model)
         path = result_path(torch.device(options.device), subject_of(options.size, options.branch), options.out)
         content = study(options, settings, path)
     text = table(content["runs"])

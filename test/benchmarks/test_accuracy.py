@@ -13,7 +13,7 @@ import torch
 from helpers.distillation import batches, dense_model
 
 from benchmarks.accuracy import distillation as benchmark
-from benchmarks.accuracy import own_model, perplexity, subjects, texts
+from benchmarks.accuracy import own_model, perplexity, subjects, texts, training_quality
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -173,3 +173,16 @@ def test_rows_of_the_model(folders, monkeypatch, tmp_path):
     )
     (row,) = json.loads((tmp_path / f"cpu/distillation_{folders[0].name}.json").read_text())["rows"]
     assert (row["steps"], row["seed"], list(row["texts"])) == (2, 1, ["python"])
+
+
+def test_recipes_go_on_from_the_model(folders, monkeypatch):
+    monkeypatch.setattr(training_quality, "VALIDATION_WINDOWS", 2)
+    monkeypatch.setattr(training_quality, "VALIDATION_BATCH", 2)
+    text = training_quality.texts_of(argparse.Namespace(model=str(folders[0])), {"own"})["own"]
+    state = torch.load(folders[0] / "checkpoint.pt")
+    settings = own_model.Settings(**{**state["settings"], "steps": 2, "batch": 2, "learning_rate": 1e-3})
+    job = training_quality.Job("nvidia", "own", 0)
+    trunk = training_quality.trunk_of(job, settings, text, folders[0])
+    assert all(torch.equal(each, state["model"][name]) for name, each in trunk.model.state_dict().items())
+    trained = training_quality.train_one(job, settings, text, trunk).validation
+    assert 0.005 < trunk.validate(2) - trained < 0.5
