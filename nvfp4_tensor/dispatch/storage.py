@@ -17,8 +17,9 @@ from nvfp4_tensor.dispatch.writes import write_codes, write_zeros
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
+from nvfp4_tensor.tensor.tiles import quantized_like
 
 _CODE_OF_ONE = 2
 
@@ -119,14 +120,7 @@ def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         return t.copy_(source.dequantize(t.dtype if t.dtype in HIGH_PRECISION_DTYPES else None))
     if is_dense:
         check_writable(func, t, new_scale=True)
-        if t.transposed:
-            source = source.expand(t.shape).mT
-        stored_shape = (*t.qdata.shape[:-1], t.columns)
-        per_matrix = t.per_tensor_scale.dim() == 2 and len(t) > 0
-        source = (quantize_experts if per_matrix else quantize)(
-            source.expand(stored_shape).to(t.device, t.dtype), t.spec
-        )
-        source = source.mT if t.transposed else source
+        source = quantized_like(t, source.expand(t.shape).to(t.device, t.dtype), t.spec)
     elif source.spec.hadamard_sign != t.spec.hadamard_sign:
         raise unsupported(func, "source and destination have different Hadamard transforms")
     if source.shape != t.shape or source.transposed != t.transposed:

@@ -16,7 +16,8 @@ from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.quantization.weights import shared_amax
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.tensor.tiles import quantized_like
 from nvfp4_tensor.training.weights.base import scale_groups
 
 RefitTarget: TypeAlias = "str | tuple[str, int] | None"
@@ -175,7 +176,8 @@ def _check_write(name: str, target: Tensor, slices: list[Tensor], indices: _Slic
 def _groups(model: nn.Module, targets: dict[str, Tensor], writes: Collection[str]) -> list[tuple[str, ...]]:
     """Return the names to write, those together that share a per-tensor scale; warn of parts of a group."""
     coded = {name: each for name, each in targets.items() if isinstance(each, NVFP4Tensor) and not each.is_meta}
-    groups, parts = {}, []
+    groups: dict[str, tuple[str, ...]] = {}
+    parts: list[str] = []
     for group in scale_groups(model, coded):
         given = [name for name in group if name in writes]
         if len(given) == len(group):
@@ -199,23 +201,21 @@ def _write(
     step: int,
 ) -> None:
     """Write weights that share a per-tensor scale, or a single one."""
-    weights = {}
+    options: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, slices in group.items():
-        weight = torch.cat([t.to(targets[name].device) for t in slices]) if len(slices) > 1 else slices[0]
-        if not isinstance(targets[name], NVFP4Tensor):
-            targets[name].copy_(weight)
-            return
-        weights[name] = weight.to(targets[name].device)
-    amax = shared_amax(weights.values(), targets[name].spec) if len(group) > 1 else None
+        parts = [t.to(targets[name].device) for t in slices]
+        weights[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
     for name, weight in weights.items():
         target = targets[name]
+        if not isinstance(target, NVFP4Tensor):
+            target.copy_(weight)
+            continue
+        if len(group) > 1 and not options:
+            options["amax"] = shared_amax(weights.values(), target.spec)
         spec = target.spec if round_mode is None else target.spec.with_round_mode(round_mode)
         rng_state = rng_state_of("refit", seed, name, step, target.device) if spec.is_stochastic else None
-        if target.per_tensor_scale.dim() == 2 and len(target):
-            new = quantize_experts(weight.mT if target.transposed else weight, spec, rng_state=rng_state)
-        else:
-            new = quantize(weight.mT if target.transposed else weight, spec, amax=amax, rng_state=rng_state)
-        target.copy_(new.mT if target.transposed else new)
+        target.copy_(quantized_like(target, weight, spec, rng_state=rng_state, **options))
 
 
 def _synchronize(devices: set[torch.device]) -> None:
