@@ -78,7 +78,7 @@ def check_write(func: Op, args: Args, kwargs: Kwargs) -> None:
         NotImplementedError: the graph has already read the parts of one of them. Dynamo then ends the graph before the
             write, or raises an error with ``fullgraph=True``.
     """
-    for t in _written(func, args, kwargs):
+    for t in written_by(func, args, kwargs):
         if isinstance(t, NVFP4Tensor) and isinstance(qdata := t._stored().qdata, FakeTensor):
             storage, trace = qdata.untyped_storage()._cdata, _trace(qdata.fake_mode)
             if storage in trace.read:
@@ -89,7 +89,7 @@ def check_write(func: Op, args: Args, kwargs: Kwargs) -> None:
             trace.written.add(storage)
 
 
-def _written(func: Op, args: Args, kwargs: Kwargs) -> list[Any]:
+def written_by(func: Op, args: Args, kwargs: Kwargs) -> list[Any]:
     """Return the leaves of the arguments that ``func`` writes."""
     arguments = {argument.name: argument for argument in func._schema.arguments}
     given = dict(zip(arguments, args, strict=False)) | kwargs

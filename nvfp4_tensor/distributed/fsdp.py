@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from nvfp4_tensor.dispatch.traces import written_by
 from nvfp4_tensor.dispatch.writes import count_write_to, writes_of
 from nvfp4_tensor.distributed.agreement import M, check_agreement
 from nvfp4_tensor.distributed.bits import axis_of
@@ -171,7 +171,10 @@ class MasterShard(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            _count_writes(func, args, kwargs)
+            for t in written_by(func, args, kwargs):
+                if isinstance(t, MasterShard):
+                    count_write_to(t.untyped_storage())
+                    t._codes = None
         with torch._C._DisableTorchDispatch():
             result = func(*args, **kwargs)
             if func._schema.name.removeprefix("aten::") not in _OPS_THAT_KEEP_THE_CLASS:
@@ -286,13 +289,3 @@ def _check_recipes_agree(module: nn.Module, mesh: DeviceMesh) -> None:
         name = f"a linear of {module.in_features} inputs and {module.out_features} outputs"
         check_agreement("the recipe", {name: module.recipe}, mesh.get_group())
         _agreed[module] = module.recipe
-
-
-def _count_writes(func: Op, args: Args, kwargs: Kwargs) -> None:
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written = args[i] if i < len(args) else kwargs.get(argument.name)
-            for t in tree_leaves(written):
-                if isinstance(t, MasterShard):
-                    count_write_to(t.untyped_storage())
-                    t._codes = None

@@ -13,7 +13,8 @@ Domain: TypeAlias = Literal["layer", "adamw", "write back", "refit", "merge", "g
 """What draws the bits: layer "0" and parameter "0" of one seed have different ones."""
 
 _CALLS = 0xD1342543DE82EF95
-"""An odd number, so that no two calls of a layer have one seed. (Experts of a call differ by multiples of another.)"""
+_EXPERTS = 0x9E3779B97F4A7C15
+"""Odd numbers, so that no two calls of a layer, and no two experts of a call, have one seed."""
 
 
 def rng_state_of(domain: Domain, seed: int, name: str, count: int, device: torch.device) -> Tensor:
@@ -37,8 +38,18 @@ def rng_state_of_weight(seed: int, name: str, device: torch.device) -> Tensor:
 
 def rng_state_of_call(rng_state: Tensor, call: int) -> Tensor:
     """Return the state of a layer's call number ``call`` with one (seed, offset): that of call 0 is rng_state."""
-    if call == 0:
+    return _stepped(rng_state, call * _CALLS)
+
+
+def rng_state_of_expert(rng_state: Tensor | None, expert: int) -> Tensor | None:
+    """Return the state of an expert. Seeds differ by multiples of an odd number, so that no two are equal."""
+    return None if rng_state is None else _stepped(rng_state, expert * _EXPERTS)
+
+
+def _stepped(rng_state: Tensor, step: int) -> Tensor:
+    """Return the state with ``step`` added to the seed, modulo 2^64."""
+    step %= 2**64
+    if step == 0:
         return rng_state
-    step = call * _CALLS % 2**64
     seed, offset = rng_state.unbind()
     return torch.stack([seed + (step - 2**64 if step >= 2**63 else step), offset])

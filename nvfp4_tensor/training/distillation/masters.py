@@ -16,9 +16,7 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
 from nvfp4_tensor.training.weights.adamw import NVFP4AdamW
 from nvfp4_tensor.training.weights.base import local_of
-
-_HEADROOM = 8
-"""How far block scales may grow before they clip, as in NVFP4AdamW."""
+from nvfp4_tensor.training.weights.headroom import HEADROOM
 
 
 def is_coded(parameter: Tensor) -> bool:
@@ -151,7 +149,7 @@ class CodedMasters(Masters):
         super().__init__(parameters, dense, groups)
         # Room for scales to grow, alike in linears that share one; the optimizer then need not make it for each.
         if self._scaled:
-            self._set_amax(_HEADROOM * self._amax)
+            self._set_amax(HEADROOM * self._amax)
         self.write()
         self.values = self.parameters
 

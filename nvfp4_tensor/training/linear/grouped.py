@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.numerics.random_state import rng_state_of_expert
 from nvfp4_tensor.training.linear.function import Products, any_requires_grad, call_rng_state, run
 from nvfp4_tensor.training.linear.plan import Call, LinearPlan, Saved
 from nvfp4_tensor.training.recipe import Recipe, resolve
@@ -65,17 +66,8 @@ def grouped_linear(
     # The first expert is used even without rows, so that there always is a gradient.
     pairs = zip(groups, weight.unbind(), strict=True)
     used = [(e, rows, w) for e, (rows, w) in enumerate(pairs) if len(rows) or e == 0]
-    outputs = [run(plan, rows, w, None, _expert_rng_state(state, first_expert + e), trains) for e, rows, w in used]
+    outputs = [run(plan, rows, w, None, rng_state_of_expert(state, first_expert + e), trains) for e, rows, w in used]
     return torch.cat([*outputs, outputs[0].new_zeros((len(remainder), weight.shape[1]))])
-
-
-def _expert_rng_state(rng_state: Tensor | None, expert: int) -> Tensor | None:
-    """Return the rng_state of an expert. Seeds differ by multiples of an odd number, so that no two are equal."""
-    if rng_state is None:
-        return None
-    step = expert * 0x9E3779B97F4A7C15 % 2**64
-    seed, offset = rng_state.unbind()
-    return torch.stack([seed + (step - 2**64 if step >= 2**63 else step), offset])
 
 
 def _check(x: Tensor, weight: Tensor, offs: Tensor) -> None:
@@ -177,7 +169,7 @@ def _groups(
         if size:
             rows = slice(begin, begin + size)
             more = [t[e] if t.dim() == 3 else t[rows] for t in by_rows_or_expert]
-            yield x[rows], weight[e], _expert_rng_state(rng_state, first_expert + e), *more
+            yield x[rows], weight[e], rng_state_of_expert(rng_state, first_expert + e), *more
         begin += size
 
 

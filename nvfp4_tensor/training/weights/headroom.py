@@ -18,7 +18,7 @@ from nvfp4_tensor.training.weights.base import local_of
 SCALE = "per_tensor_scale"
 """State of an NVFP4 weight beside its moments: its per-tensor scale at the last step, a number."""
 
-_HEADROOM = 8
+HEADROOM = 8
 """How far block scales may grow before they clip."""
 _SEEN = "_nvfp4_writes_at_step"
 """An attribute of the storage of a weight's codes: how many writes to it had been counted at the last step."""
@@ -38,9 +38,9 @@ def make_headroom(parameter: Tensor) -> None:
             if isinstance(placement, Shard):
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=parameter.device_mesh.get_group(dim))
     top = largest.item()
-    if top * _HEADROOM <= E4M3_MAX:
+    if top * HEADROOM <= E4M3_MAX:
         return
-    power = 2.0 ** math.ceil(math.log2(top * _HEADROOM / E4M3_MAX))
+    power = 2.0 ** math.ceil(math.log2(top * HEADROOM / E4M3_MAX))
     move_to_per_tensor_scale(w, power)
 
 

@@ -5,7 +5,7 @@ import torch
 from helpers.refusals import refuses
 
 from nvfp4_tensor import training
-from nvfp4_tensor.training.linear.grouped import _expert_rng_state
+from nvfp4_tensor.numerics.random_state import rng_state_of_expert
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def test_groups_are_linears(experts, recipe):
             assert (gradients[1][e] == 0).all()
             continue
         own_x, own_w = x.detach()[begin:end].requires_grad_(), w.detach()[e].requires_grad_()
-        own = training.linear(own_x, own_w, None, recipe, rng_state=_expert_rng_state(state, e))
+        own = training.linear(own_x, own_w, None, recipe, rng_state=rng_state_of_expert(state, e))
         own.backward(dy[begin:end])
         assert torch.equal(y[begin:end], own)
         assert torch.equal(gradients[0][begin:end], own_x.grad) and torch.equal(gradients[1][e], own_w.grad)

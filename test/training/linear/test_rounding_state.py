@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import distributed, training
-from nvfp4_tensor.numerics.random_state import rng_state_of, rng_state_of_call, rng_state_row
+from nvfp4_tensor.numerics.random_state import rng_state_of, rng_state_of_call, rng_state_of_expert, rng_state_row
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig, WeightForDx
-from nvfp4_tensor.training.linear.grouped import _expert_rng_state
 
 X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
 
@@ -107,6 +106,6 @@ def test_keys_of_different_kinds_differ():
     assert len({rng_state_row(kind, 0, "0", 1) for kind in kinds}) == len(kinds)
     state = rng_state_of("layer", 0, "0", 1, torch.device("cpu"))
     derived = [rng_state_of_call(state, call) for call in range(50)]
-    derived += [_expert_rng_state(each, expert) for each in derived for expert in range(1, 50)]
+    derived += [rng_state_of_expert(each, expert) for each in derived for expert in range(1, 50)]
     assert len({tuple(each.tolist()) for each in derived}) == 2500
     assert torch.equal(derived[0], state)
