@@ -1,10 +1,11 @@
 """Small models of transformers, and what must hold for each model that is saved with NVFP4 weights."""
 
 import filecmp
+import json
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
 from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig
@@ -15,6 +16,7 @@ SIZES = {
     "head_dim": 16, "initializer_range": 0.1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "dtype": "bfloat16",
 }  # fmt: skip
+IDS = torch.arange(3, 19)[None]
 
 
 def random_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -30,6 +32,19 @@ def from_pretrained(folder: Path, config=FOUR_OVER_SIX, settings=None, **options
     """Return a dense folder's model, quantized while it is loaded with a config and settings of NVFP4TensorConfig."""
     quantization = NVFP4TensorConfig(config, **(settings or {}))
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, **options)
+
+
+def empty(folder: Path) -> PreTrainedModel:
+    """Return a dense bfloat16 model, with values of its own, of a quantized folder's configuration."""
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config")
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16).eval()
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    """Return the logits of 16 tokens."""
+    return model(IDS).logits
 
 
 def quantized(model: torch.nn.Module) -> dict[str, NVFP4Tensor]:

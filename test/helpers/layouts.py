@@ -37,6 +37,19 @@ def nvfp4(weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
     return NVFP4PackedCompressor.compress(state, QuantizationScheme(**NVFP4A16, targets=["Linear"]))
 
 
+def group_amax(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """Return the amax of the linears that share a per-tensor scale with this one."""
+    prefix, _, last = name.removesuffix(".weight").rpartition(".")
+    group = next(row for row in GROUPS if last in row)
+    return torch.stack([tensors[f"{prefix}.{each}.weight"].abs().amax().float() for each in group]).amax()
+
+
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
 def mxfp4(weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
     from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationScheme
@@ -131,32 +144,28 @@ class Published:
         dense = tiny_tensors(model) if tensors is None else dict(tensors)
         found, effective = {}, {}
         for name, weight in dense.items():
-            module, _, last = name.removesuffix(".weight").rpartition(".")
-            group = next((row for row in GROUPS if last in row), ())
-            if not group:
+            module = name.removesuffix(".weight")
+            last = module.rpartition(".")[2]
+            if not any(last in row for row in GROUPS):
                 found[name] = weight
                 continue
             generator = torch.Generator().manual_seed(len(found))
             scale = torch.rand(weight.shape[1], generator=generator).add(0.5).bfloat16()
             scaled = self.awq and last in PRE_SCALED
             columns = scale.float() if scaled else torch.ones(())
-            members = [dense[f"{module}.{each}.weight"].float() for each in group]
-            parts = self.compress(weight.float() / columns, torch.stack([w.abs().amax() for w in members]).amax())
+            parts = self.compress(weight.float() / columns, group_amax(dense, name))
             parts = {key: value for key, value in parts.items() if value is not None}
             effective[name] = decoded(parts) * columns
             if self.static:
                 parts["input_global_scale"] = torch.tensor([2688 / 40.0])
             parts = as_modelopt(parts) if self.format == "modelopt" else parts
-            found |= {f"{module}.{last}.{key}": value for key, value in parts.items()}
+            found |= {f"{module}.{key}": value for key, value in parts.items()}
             if scaled:
-                found[f"{module}.{last}.pre_quant_scale"] = scale
+                found[f"{module}.pre_quant_scale"] = scale
         for i in range(model["num_hidden_layers"]):
             for j, each in enumerate(self.cache):
                 found[f"model.layers.{i}.self_attn.{each}"] = torch.tensor(0.25 + i + j)
-        folder.mkdir(parents=True)
-        config = {**model, "dtype": "bfloat16", "quantization_config": self.config()}
-        (folder / "config.json").write_text(json.dumps(config))
-        save_file({k: v.contiguous() for k, v in found.items()}, folder / "model.safetensors", {"format": "pt"})
+        write_folder(folder, {**model, "dtype": "bfloat16", "quantization_config": self.config()}, found)
         return effective
 
 

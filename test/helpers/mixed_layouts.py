@@ -6,17 +6,15 @@ convert_hf_config.py. Our converter has no part in them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from helpers.layouts import GROUPS, as_modelopt, nvfp4
+from helpers.layouts import as_modelopt, group_amax, nvfp4, write_folder
 
 STATIC = 0.02
 """The input scale of layers with static activations."""
@@ -106,7 +104,7 @@ class Mixed:
         found, values, modules = {}, {}, {"fp8": [], "nvfp4": []}
         for name, weight in tensors.items():
             module = name.removesuffix(".weight")
-            prefix, _, last = module.rpartition(".")
+            last = module.rpartition(".")[2]
             if not last.endswith("_proj") or "_proj.weight" not in name:
                 found[name] = weight
                 continue
@@ -117,16 +115,13 @@ class Mixed:
                 values[name] = parts["weight"].float() * spread(parts["weight_scale"].float(), weight.shape)
                 modules["fp8"].append(module)
             else:
-                group = next(row for row in GROUPS if last in row)
-                amax = torch.stack([tensors[f"{prefix}.{each}.weight"].abs().max().float() for each in group]).amax()
-                parts = {key: value for key, value in nvfp4(weight.float(), amax).items() if value is not None}
+                parts = nvfp4(weight.float(), group_amax(tensors, name))
+                parts = {key: value for key, value in parts.items() if value is not None}
                 parts = as_modelopt(parts) if self.format == "modelopt" else parts
                 modules["nvfp4"].append(module)
             found |= {f"{module}.{key}": value for key, value in parts.items()}
-        folder.mkdir(parents=True)
-        config = {**config, "quantization_config": self.config(modules["fp8"], modules["nvfp4"], where)}
-        (folder / "config.json").write_text(json.dumps(config))
-        save_file({k: v.contiguous() for k, v in found.items()}, folder / "model.safetensors", {"format": "pt"})
+        settings = self.config(modules["fp8"], modules["nvfp4"], where)
+        write_folder(folder, {**config, "quantization_config": settings}, found)
         return values
 
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 from helpers.checkpoint_folders import content, edit, edit_json
 from helpers.checkpoints import EXPERTS, TINY, expert_tensors, tiny_tensors
+from helpers.hub_models import IDS, empty, logits
 from helpers.mixed_layouts import LAYOUTS, rows
 from safetensors.torch import load_file, save_file
 
@@ -26,7 +27,6 @@ from nvfp4_tensor.generation.step import decode_counts
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("compressed_tensors"), reason="it writes the folders")
 
-IDS = torch.arange(3, 19)[None]
 CONFIG = TINY | {"hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 1}
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
 
@@ -52,24 +52,12 @@ def write(tmp_path, name, config=CONFIG):
     return tmp_path / "src"
 
 
-def empty(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("quantization_config")
-    settings = transformers.AutoConfig.for_model(**config)
-    return transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
-
-
 def from_pretrained(folder, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
 
 
 def loaded(folder, **options):
     return checkpoints.load(empty(folder), folder, progress=False, **options)
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def test_reads_what_is_stored(published):

@@ -14,6 +14,7 @@ import torch
 import transformers
 from helpers.checkpoint_folders import content, edit, edit_json, write_dense
 from helpers.checkpoints import TINY
+from helpers.hub_models import IDS, empty, logits
 from helpers.layouts import LAYOUTS, OPT_IN, TARGETS, table
 from safetensors.torch import load_file
 from torchao.quantization import quantize_
@@ -32,7 +33,6 @@ from nvfp4_tensor.sharding.layout import LinearSharding
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("compressed_tensors"), reason="it writes the folders")
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/checkpoints.md"
-IDS = torch.arange(3, 19)[None]
 O_PROJ, DOWN = "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"
 AWQ = [name for name, layout in LAYOUTS.items() if layout.awq]
 CACHES = [name for name, layout in LAYOUTS.items() if layout.cache]
@@ -61,13 +61,6 @@ def as_it_was():
     nv.read_compressed_tensors(natively=False)
 
 
-def empty(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("quantization_config")
-    settings = transformers.AutoConfig.for_model(**config)
-    return transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16).eval()
-
-
 def from_pretrained(folder):
     nv.read_compressed_tensors(natively=checkpoints.detect(folder) in OPT_IN)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
@@ -75,11 +68,6 @@ def from_pretrained(folder):
 
 def both_ways(model, folder):
     return lambda: checkpoints.load(model, folder, progress=False), lambda: from_pretrained(folder)
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def decoded(checkpoint, name):
