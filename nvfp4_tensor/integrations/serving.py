@@ -108,6 +108,33 @@ def cannot_serve(device: str, capability: tuple[int, int] | None) -> str:
     return ""
 
 
+def refuse_unread(original: Callable[..., Any], layers: tuple[type, ...], dense: type) -> Callable[..., Any]:
+    """Return get_quant_method of a server's config of MIXED_PRECISION, refusing what the server would take for dense.
+
+    Both servers leave a layer of an algorithm that they do not know unquantized, and load its FP8 codes as weights.
+
+    Args:
+        original: the server's own.
+        layers: the server's classes of layers with weights.
+        dense: the server's class of methods of dense linears.
+    """
+
+    @functools.wraps(original)
+    def get_quant_method(self: Any, layer: Any, prefix: str) -> Any:
+        method = original(self, layer, prefix)
+        if not isinstance(layer, layers) or not (method is None or isinstance(method, dense)):
+            return method
+        algorithm = None if self.is_layer_excluded(prefix) else self._resolve_quant_algo(prefix)
+        if algorithm is not None and setting() is not Setting.OFF:
+            raise NotImplementedError(
+                f"{prefix}: the server reads no {algorithm} here, and would take its codes for weights: write the "
+                'checkpoint by nvfp4_tensor.checkpoints.convert(folder, out, to="compressed-tensors"), and serve that'
+            )
+        return method
+
+    return get_quant_method
+
+
 @functools.cache
 def tell(logger: logging.Logger, why: str, what: str = "linears") -> None:
     """Log once why the server's own kernels serve."""

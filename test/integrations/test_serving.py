@@ -297,6 +297,29 @@ def test_setting(monkeypatch):
         serving.setting()
 
 
+def test_what_a_server_would_take_for_dense_is_refused(monkeypatch):
+    """Layers of an algorithm that the server does not know; not those that are dense, or that it reads."""
+
+    algorithms = {"a": "FP8_PER_CHANNEL_PER_TOKEN", "b": "NVFP4", "dense": None, "excluded": "FP8", "none": "FP8"}
+
+    class Config:
+        is_layer_excluded = staticmethod("excluded".__eq__)
+        _resolve_quant_algo = staticmethod(algorithms.get)
+
+        def get_quant_method(self, layer, prefix):
+            return {"b": "NVFP4's", "none": None}.get(prefix, 1.5)
+
+    monkeypatch.delenv(serving.SETTING, raising=False)
+    refusing = serving.refuse_unread(Config.get_quant_method, (int,), float)
+    assert [refusing(Config(), 1, prefix) for prefix in ("b", "dense", "excluded")] == ["NVFP4's", 1.5, 1.5]
+    assert refusing(Config(), "another layer", "a") == 1.5
+    for prefix in ("a", "none"):
+        with pytest.raises(NotImplementedError, match=rf"{prefix}: the server reads no FP8.*compressed-tensors"):
+            refusing(Config(), 1, prefix)
+    monkeypatch.setenv(serving.SETTING, "0")
+    assert refusing(Config(), 1, "a") == 1.5
+
+
 def test_where_weights_are_served(monkeypatch):
     assert serving.cannot_serve("cpu", None) == ""
     monkeypatch.setenv(serving.SETTING, "0")

@@ -12,7 +12,7 @@ from sglang.srt.layers.quantization.compressed_tensors.schemes import (
 )
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from nvfp4_tensor.integrations.serving import Setting, other_arguments, setting, why_not
+from nvfp4_tensor.integrations.serving import Setting, other_arguments, refuse_unread, setting, why_not
 
 WRITTEN_FOR = "0.5.23"
 _installed = False
@@ -25,10 +25,16 @@ def install() -> str:
         return ""
     if why := why_not(differences(), f"SGLang {WRITTEN_FOR}"):
         return why
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+
     from nvfp4_tensor.integrations.sglang import experts, linears  # read names of SGLang's that were just checked
 
     for original, replacement in (linears.REPLACEMENTS | experts.REPLACEMENTS).items():
         HookRegistry.register(f"{original.__module__}.{original.__name__}", replacement, HookType.REPLACE)
+    mixed, layers = modelopt_quant.ModelOptMixedPrecisionConfig, (LinearBase, ParallelLMHead, FusedMoE)
+    mixed.get_quant_method = refuse_unread(mixed.get_quant_method, layers, modelopt_quant.UnquantizedLinearMethod)
     _installed = True
     return ""
 
@@ -41,6 +47,9 @@ def differences() -> Iterator[str]:
     scheme = "self layer output_partition_sizes input_size_per_partition params_dtype weight_loader"
     experts = "self layer num_experts hidden_size intermediate_size_per_partition params_dtype"
     x, dispatched = "self layer x bias", "self layer dispatch_output"
+    for name in ("get_quant_method", "_resolve_quant_algo", "is_layer_excluded"):
+        if not hasattr(modelopt_quant.ModelOptMixedPrecisionConfig, name):
+            yield f"ModelOptMixedPrecisionConfig has no {name}"
     for owner, name, start, forward, taken in (
         (modelopt_quant, "ModelOptFp4LinearMethod", create, "apply", x),
         (modelopt_quant, "ModelOptNvFp4A16LinearMethod", create, "apply", x),

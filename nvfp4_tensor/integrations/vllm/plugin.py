@@ -10,15 +10,16 @@ from typing import Any
 import vllm
 import vllm.envs
 from vllm.model_executor.layers import linear
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.quantization import modelopt, register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors as ct
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_nvfp4 as ct_experts,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from nvfp4_tensor import __version__
-from nvfp4_tensor.integrations.serving import SETTING, Setting, other_arguments, setting, why_not
+from nvfp4_tensor.integrations.serving import SETTING, Setting, other_arguments, refuse_unread, setting, why_not
 
 WRITTEN_FOR = "0.33."
 ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False}
@@ -46,6 +47,8 @@ def install() -> str:
     modelopt.ModelOptNvFp4FusedMoE = experts.ModelOptNVFP4TensorExperts  # of mixed precision
     modelopt.ModelOptNvFp4Config.FusedMoEMethodCls = experts.ModelOptNVFP4TensorExperts
     ct_experts.CompressedTensorsW4A4Nvfp4MoEMethod = experts.CompressedTensorsNVFP4TensorExperts
+    mixed, layers = modelopt.ModelOptMixedPrecisionConfig, (linear.LinearBase, ParallelLMHead, RoutedExperts)
+    mixed.get_quant_method = refuse_unread(mixed.get_quant_method, layers, linear.UnquantizedLinearMethod)
     _installed = True
     return ""
 
@@ -87,6 +90,7 @@ _NAMES: Sequence[tuple[Any, str]] = (
     (vllm.envs, "environment_variables compile_factors"),
     (modelopt, "ModelOptLinearMethod build_linear_method ModelOptNvFp4Config ModelOptNvFp4FusedMoE"),
     (modelopt.ModelOptNvFp4Config, "FusedMoEMethodCls"),
+    (modelopt.ModelOptMixedPrecisionConfig, "get_quant_method _resolve_quant_algo is_layer_excluded"),
     (ct.CompressedTensorsConfig, "get_scheme_dict _is_nvfp4_format get_quant_method"),
     (linear, "LinearMethodBase register_weight_loader_v2_supported_method"),
 )

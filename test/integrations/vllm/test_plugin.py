@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -122,6 +123,30 @@ def test_other_devices_stay_with_vllm(plugin, monkeypatch, device, capability):
     platform = SimpleNamespace(device_type=device, **{name: lambda value=value: value for name, value in asked.items()})
     monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
     assert linears.not_served()
+
+
+@pytest.mark.parametrize("kind, algorithm, served", [
+    ("linear", "NVFP4", True), ("linear", "W4A16_NVFP4", True), ("linear", "FP8", True), ("linear", "FP8_PB_WO", True),
+    ("linear", "FP8_PER_CHANNEL_PER_TOKEN", True), ("linear", "W4A8_NVFP4_FP8", False), ("linear", None, True),
+    ("experts", "FP8_PER_CHANNEL_PER_TOKEN", False),
+])  # fmt: skip
+def test_mixed_precision_is_served_or_refused(plugin, kind, algorithm, served):
+    """vLLM itself takes what it does not know for dense."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig
+
+    layers = {"other": {"quant_algo": "NVFP4", "group_size": 16}} | (
+        {"x": {"quant_algo": algorithm}} if algorithm else {}
+    )
+    fields = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": []}
+    config = ModelOptMixedPrecisionConfig.from_config(fields)
+    layer = MagicMock(spec=LinearBase if kind == "linear" else RoutedExperts)
+    if not served:
+        with pytest.raises(NotImplementedError, match=f"x: the server reads no {algorithm}.*convert"):
+            config.get_quant_method(layer, "x")
+        return
+    assert isinstance(config.get_quant_method(layer, "x"), UnquantizedLinearMethod) == (algorithm is None)
 
 
 def moe(**changes):
