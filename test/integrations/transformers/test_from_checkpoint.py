@@ -1,9 +1,9 @@
-"""from_pretrained of ModelOpt's and (opt-in) compressed-tensors' NVFP4 checkpoints keeps the bits of the files."""
+"""from_pretrained of ModelOpt's NVFP4 checkpoints: by either file of settings, in any dtype, weight-only; refusals."""
 
 import pytest
 import torch
 from helpers.checkpoint_folders import edit, edit_json
-from helpers.hub_models import from_pretrained, quantized
+from helpers.hub_models import quantized
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nvfp4_tensor import QuantizeSpec, checkpoints
@@ -20,27 +20,6 @@ def folder(llama, tmp_path):
     """Return a folder in ModelOpt's layout."""
     quantize(llama()[1], tmp_path / "nvfp4", spec=SPEC, progress=False)
     return tmp_path / "nvfp4"
-
-
-@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("activations", [False, True], ids=["w4a16", "w4a4"])
-def test_bits_are_those_of_the_files(llama, tmp_path, ids, form, activations):
-    """The weights also equal those quantized while loading."""
-    _, folder = llama()
-    amaxes = {f"model.layers.{i}.mlp.down_proj": 2.5 for i in range(2)} if activations else None
-    quantize(folder, tmp_path / "nvfp4", to=form, spec=SPEC, input_amax=amaxes, progress=False)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
-    expected = quantized(from_pretrained(folder))
-    got = quantized(model)
-    assert got.keys() == expected.keys() and len(got) == 14
-    for name, weight in got.items():
-        assert torch.equal(weight.qdata, expected[name].qdata) and torch.equal(weight.scale, expected[name].scale)
-        torch.testing.assert_close(weight.per_tensor_scale, expected[name].per_tensor_scale, rtol=2e-7, atol=0)
-        assert (weight.activation_amax is not None) == (activations and "down_proj" in name)
-        if weight.activation_amax is not None:
-            torch.testing.assert_close(weight.activation_amax, torch.tensor(2.5), rtol=4e-7, atol=0)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model(ids).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("options", [{}, {"gguf_file": None, "revision": "main"}, None], ids=str)
