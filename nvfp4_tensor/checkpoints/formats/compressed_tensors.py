@@ -146,7 +146,7 @@ def group_of(checkpoint: FolderCheckpoint, name: str, fits: Callable[[Any], obje
     general = [group for group in groups if "Linear" in (group.get("targets") or [])]
     found = named or general or (groups if len(groups) == 1 else [])
     if not found:
-        kind = {is_fp8: " of FP8", group_size: " of NVFP4"}.get(fits, "")
+        kind = " of FP8" if fits is is_fp8 else " of NVFP4" if fits is group_size else ""
         raise ValueError(f"{checkpoint.path}: tensor {name} is in no config group{kind} in config.json")
     return found[0]
 
