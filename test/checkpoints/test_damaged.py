@@ -1,17 +1,15 @@
 """Damaged folders: reading raises a ValueError that names the file, or returns a tensor, and never anything else."""
 
 import importlib.util
-import math
 import random
 import shutil
 import warnings
 
 import pytest
 import torch
-from helpers.checkpoint_folders import edit, edit_json, write_dense
-from helpers.damage import damage
+from helpers.checkpoint_folders import edit_json, write_dense
+from helpers.damage import damage, damage_a_tensor
 from helpers.layouts import LAYOUTS, SMALL
-from safetensors.torch import load_file
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import tensor_of
@@ -58,24 +56,6 @@ def test_random_damage(sources, mxfp4, tmp_path, format):
     assert 8 < refused < 60
 
 
-def changed_tensor(x, rng):
-    """A tensor of another shape or dtype, or with other bytes or numbers; None: there is none."""
-    kind = rng.choice(("none", "dtype", "rows", "columns", "flat", "empty", "bytes", "number"))
-    if kind == "none":
-        return None
-    if kind == "dtype":
-        return x.reshape(-1).view(torch.uint8).to(rng.choice((torch.int8, torch.float16, torch.int64)))
-    if kind in ("rows", "columns") and x.dim():
-        return x[:-1] if kind == "rows" else x[..., :-1]
-    if kind == "bytes":
-        data = x.reshape(-1).view(torch.uint8).clone()
-        data[rng.randrange(len(data)) :] = rng.randrange(256)
-        return data.view(x.dtype).reshape(x.shape)
-    if kind == "number" and x.dtype in (torch.float32, torch.bfloat16):
-        return torch.full_like(x, rng.choice((0.0, -1.0, math.nan, math.inf, 1e38, 1e-45)))
-    return x.reshape(-1) if kind == "flat" else x.new_empty(0)
-
-
 @pytest.mark.skipif(not importlib.util.find_spec("compressed_tensors"), reason="it writes the folders")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_random_damage_of_a_tensor(tmp_path, name):
@@ -85,13 +65,7 @@ def test_random_damage_of_a_tensor(tmp_path, name):
     LAYOUTS[name].write(tmp_path / "whole", SMALL)
     for _ in range(8):
         folder = shutil.copytree(tmp_path / "whole", tmp_path / "x")
-        key = rng.choice([key for key in load_file(folder / "model.safetensors") if "proj" in key])
-
-        def change(tensors, key=key):
-            tensor = changed_tensor(tensors.pop(key), rng)
-            tensors.update({} if tensor is None else {key: tensor.contiguous()})
-
-        edit(folder, change)
+        key = damage_a_tensor(folder, rng, "proj")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoint_folders import edit, edit_json
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import tensor_of
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import unpack_blocks
-from nvfp4_tensor.checkpoints.io.safetensors import Shards
 from nvfp4_tensor.numerics import layout
 
 FACTOR, INPUT, BLOCKS = "per-tensor scale", "input scale", "block scales"
@@ -191,13 +190,3 @@ def test_offsets_of_a_gguf(gguf_source, tmp_path, offset, message):
     with_offset(path, "blk.0.ffn_up.weight", offset)
     with pytest.raises(ValueError, match=rf"a\.gguf: .*{message}|a\.gguf.*not a complete"):
         checkpoints.read(path)
-
-
-def test_a_header_that_says_nothing_of_a_scale(sources, tmp_path):
-    """torchao's headers name the parts of each weight."""
-    folder = shutil.copytree(sources / "torchao", tmp_path / "x")
-    file = folder / "model.safetensors"
-    metadata = {k: v.replace('"act_per_tensor_scale", ', "") for k, v in Shards(file).metadata.items()}
-    save_file(load_file(file), file, metadata=metadata)
-    with pytest.raises(ValueError, match=r"the header lists .*, found"):
-        checkpoints.read(folder)

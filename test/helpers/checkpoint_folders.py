@@ -84,3 +84,18 @@ def same_files(a, b):
     different = [name for name in files[0] if (a / name).read_bytes() != (b / name).read_bytes()]
     assert not different, different
     return True
+
+
+def at_call(patch, owner, method, count, act):
+    """Act before that call of a method, or raise what ``act`` is."""
+    whole, seen = getattr(owner, method), []
+
+    def call(self, *arguments):
+        seen.append(arguments)
+        if len(seen) == count:
+            if isinstance(act, BaseException):
+                raise act
+            act()
+        return whole(self, *arguments)
+
+    patch.setattr(owner, method, call)

@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+from helpers.checkpoint_folders import at_call
 
 from nvfp4_cli import quantize
 from nvfp4_tensor.checkpoints.models.fitting import Fitted
@@ -68,16 +69,9 @@ LOST = "was not written, and nothing of it is left"
     ("folder", Fitted, ["--weighted", "--tokens", "64", "--calibrate"], "was not written"),
 ])  # fmt: skip
 def test_an_interrupt_says_what_is_left(dense, text, tmp_path, run, monkeypatch, name, owner, more, left):
-    dst, whole, seen = tmp_path / name, owner.linear, []
+    dst = tmp_path / name
     command = ["quantize", dense, dst, *more, *([text] if owner is Fitted else [])]
-
-    def linear(self, name):
-        seen.append(name)
-        if len(seen) == 8:
-            raise KeyboardInterrupt
-        return whole(self, name)
-
-    monkeypatch.setattr(owner, "linear", linear)
+    at_call(monkeypatch, owner, "linear", 8, KeyboardInterrupt())
     said = run(*command, status=130)
     assert f"nvfp4: interrupted: {dst}" in said and left in said and not dst.exists()
     assert len(list(tmp_path.iterdir())) == ("keeps" in left)

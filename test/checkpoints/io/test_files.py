@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, same_files, write_dense
+from helpers.checkpoint_folders import GOLDEN, at_call, same_files, write_dense
 from helpers.checkpoints import TINY, tiny_tensors, write_gguf
 
 from nvfp4_tensor import checkpoints
@@ -109,19 +109,6 @@ def test_a_sidecar_that_is_not_one(folder, text, message):
 
 
 # --- a source that changes -------------------------------------------------------------------------------------------
-
-
-def at_call(patch, owner, method, count, act):
-    """Acts before that call of a method."""
-    whole, seen = getattr(owner, method), []
-
-    def call(self, *arguments):
-        seen.append(arguments)
-        if len(seen) == count:
-            act()
-        return whole(self, *arguments)
-
-    patch.setattr(owner, method, call)
 
 
 def touched(file):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints.io.test_files import replaced
-from helpers.checkpoint_folders import dense_tensors, same_files, write_dense
+from helpers.checkpoint_folders import at_call, dense_tensors, same_files, write_dense
 from helpers.checkpoints import TINY, InMemory, quantized, tiny_tensors
 
 from nvfp4_tensor import QuantizeSpec, checkpoints
@@ -19,18 +19,9 @@ from nvfp4_tensor.checkpoints.quantizing import Quantized
 def interrupted(tmp_path, monkeypatch):
     """A run that stopped in its second of three files; the inode of the first."""
     write_dense(tmp_path / "src", dense_tensors(4), files=3)
-    whole = Quantized.linear
-    seen = []
-
-    def linear(self, name):
-        seen.append(name)
-        if len(seen) == 12:
-            raise KeyboardInterrupt
-        return whole(self, name)
-
     said = r"dst\.partial keeps 1 complete file: run the same again"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match=said):
-        patch.setattr(Quantized, "linear", linear)
+        at_call(patch, Quantized, "linear", 12, KeyboardInterrupt())
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     assert not (tmp_path / "dst").exists()
     names = sorted(each.name for each in (tmp_path / "dst.partial").iterdir())
@@ -84,17 +75,14 @@ def write(request):
 def test_two_writers_of_one_destination(tmp_path, monkeypatch, write):
     """The second is refused, and the first one's checkpoint is whole."""
     alone, contested = write(tmp_path / "alone"), tmp_path / "contested"
-    whole, refused = InMemory.linear, []
+    refused = []
 
-    def linear(self, name):
-        """Another writer of the same destination, at the same time."""
-        if not refused:
-            refused.append(name)
-            with pytest.raises(ValueError, match="is being written by another process"):
-                write(contested)
-        return whole(self, name)
+    def write_too():
+        with pytest.raises(ValueError, match="is being written by another process") as raised:
+            write(contested)
+        refused.append(raised)
 
-    monkeypatch.setattr(InMemory, "linear", linear)
+    at_call(monkeypatch, InMemory, "linear", 1, write_too)
     other = write(contested)
     assert refused and [each.name for each in contested.iterdir()] == [alone.name]
     assert same_files(alone, other) if alone.is_dir() else alone.read_bytes() == other.read_bytes()
@@ -164,14 +152,8 @@ def test_a_destination_that_is_taken_meanwhile_loses_no_work(tmp_path, monkeypat
     """The manifest stays: the next call has nothing to quantize."""
     write_dense(tmp_path / "src")
     (tmp_path / "dst").mkdir()
-    whole = Quantized.linear
-
-    def linear(self, name):
-        (tmp_path / "dst/thesis.txt").write_text("x")
-        return whole(self, name)
-
     with monkeypatch.context() as patch, pytest.raises(OSError, match=r"dst"):
-        patch.setattr(Quantized, "linear", linear)
+        at_call(patch, Quantized, "linear", 1, lambda: (tmp_path / "dst/thesis.txt").write_text("x"))
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     (tmp_path / "dst/thesis.txt").unlink()
     monkeypatch.setattr(Quantized, "linear", never)

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, dense_tensors, edit
+from helpers.checkpoint_folders import GOLDEN, dense_tensors
 from helpers.coded_folders import in_fp8, write_coded
-from helpers.damage import damage
+from helpers.damage import damage, damage_a_tensor
 from safetensors.torch import load_file
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import Int8Tensor, PerRow
@@ -16,7 +16,6 @@ from torchao.quantization import Int8Tensor, PerRow
 from nvfp4_tensor import checkpoints
 
 pytestmark = pytest.mark.slow
-DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float8_e4m3fn)
 WRITTEN = load_file(GOLDEN / "other_quantizations.safetensors")
 
 
@@ -59,21 +58,6 @@ def damage_a_number(folder, rng):
     at = rng.randrange(8 + int.from_bytes(data[:8], "little"), len(data) - 3)
     data[at : at + 4] = rng.choice((b"\xff\xff\xff\xff", b"\x00\x00\x80\x7f", rng.randbytes(4)))
     file.write_bytes(data[: rng.choice((None, None, len(data) - 1))])
-
-
-def damage_a_tensor(folder, rng):
-    """One is missing, or has another name, dtype or shape."""
-
-    def change(tensors):
-        name = rng.choice(sorted(tensors))
-        t = tensors.pop(name)
-        others = [{}, {f"{name}x": t}, {f"x.{name}": t}, {name: t.to(rng.choice(DTYPES))}]
-        if t.dim():
-            shapes = t[1:], t[..., 1:], t.reshape(-1), t.t() if t.dim() == 2 else t, t.unsqueeze(-1), torch.cat((t, t))
-            others += [{name: each.contiguous()} for each in (*shapes, t[..., :0])]
-        tensors |= rng.choice(others)
-
-    edit(folder, change)
 
 
 @pytest.mark.parametrize("kind", KINDS)

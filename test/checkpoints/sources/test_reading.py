@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints.io.test_files import replaced
-from helpers.checkpoint_folders import dense_tensors, same_files, write_dense
+from helpers.checkpoint_folders import at_call, dense_tensors, same_files, write_dense
 from helpers.coded_folders import in_fp8, write_coded
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import Int8Tensor, PerRow
@@ -128,15 +128,7 @@ def test_interrupted_at_any_byte(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_source_that_changes_while_it_is_read(pair, monkeypatch, name):
-    read, count = CodedFolder.chunks, []
-
-    def change(self, *arguments):
-        count.append(1)
-        if len(count) == 3:
-            replaced(pair / "coded" / name)
-        return read(self, *arguments)
-
-    monkeypatch.setattr(CodedFolder, "chunks", change)
+    at_call(monkeypatch, CodedFolder, "chunks", 3, lambda: replaced(pair / "coded" / name))
     with pytest.raises(ValueError, match=f"{name} changed while it was read"):
         checkpoints.quantize(pair / "coded", pair / "out", progress=False)
     assert not (pair / "out").exists()

@@ -67,16 +67,6 @@ def test_tied_output_is_left_out(tmp_path, tensors):
         assert same_parts(checkpoint.linear("lm_head.weight"), parts_of(head["lm_head.weight"]))
 
 
-# --- refusals --------------------------------------------------------------------------------------------------------
-
-
-def test_a_file_that_is_there_stays(tmp_path, tensors):
-    (tmp_path / "a.gguf").write_bytes(b"precious")
-    with pytest.raises(ValueError, match="already exists"):
-        write(tmp_path / "a.gguf", tensors)
-    assert (tmp_path / "a.gguf").read_bytes() == b"precious"
-
-
 # --- what llama.cpp multiplies by no per-tensor scale ----------------------------------------------------------------
 
 QWEN2 = {**TINY, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
