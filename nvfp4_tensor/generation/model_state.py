@@ -58,11 +58,9 @@ class ModelState:
         self._classes, self._names, self._functions = (list(each) for each in zip(*functions, strict=True))
         others = {id(each) for each in (*hooked, *whole)}
         self._dicts = [vars(each) for each in every if id(each) not in others]
-        hooks: list[Any] = [h for each in every for h in (each._forward_hooks, each._forward_pre_hooks)]
+        self._hooks = [h for each in every for h in (each._forward_hooks, each._forward_pre_hooks)]
         self._next_id = RemovableHandle.next_id
-        self._hooks = [each for each in hooks if not each]
-        self._idle = [each for each in hooks if each]
-        self._idle_ids = list(chain.from_iterable(self._idle))
+        self._hook_ids = list(chain.from_iterable(self._hooks))
         owners: list[dict[str, Any]] = [*(each._parameters for each in every), *(each._buffers for each in still)]
         tensors = [each for owner in owners for each in owner.values() if each is not None]
         self._quantized: list[Any] = [each for each in tensors if type(each) is NVFP4Tensor]
@@ -102,7 +100,7 @@ class ModelState:
     def _hold_hooks(self) -> bool:
         """Return whether no hook was added. A new hook increments a global id; without that, none is compared."""
         if RemovableHandle.next_id != self._next_id:
-            if any(self._hooks) or list(chain.from_iterable(self._idle)) != self._idle_ids:
+            if list(chain.from_iterable(self._hooks)) != self._hook_ids:
                 return False
             self._next_id = RemovableHandle.next_id
         return True

@@ -182,10 +182,6 @@ class Plan:
         """
         return OwnStep(self, cache) if self.description is None else NativeStep(self, cache, padded, texts)
 
-    def run(self, *arguments: Any) -> Tensor:
-        """Run the native step: arguments and logits as of :class:`~nvfp4_tensor.generation.token_step.TokenStep`."""
-        return self._step(*arguments)
-
 
 class NativeStep:
     """The native step with the buffers of one cache, dense or of codes."""
@@ -219,7 +215,8 @@ class NativeStep:
         """
         rotations = self.plan.rotations(positions) if rotations is None else rotations
         place = Place(position, starts) if self.codes is None else self.codes[0].place_of(position, starts)
-        return self.plan.run(tokens.flatten(), place, rotations, *self.buffers, self.fused)
+        keys, values = self.buffers
+        return self.plan._step(tokens.flatten(), place, rotations, keys, values, self.fused)
 
     def release(self) -> None:
         """Forget the buffers, which a captured graph knows by their addresses."""
