@@ -264,6 +264,16 @@ inline void bulk_prefetch(const void*, uint32_t bytes) {
   if (bytes % 16 != 0) std::puts("a prefetch of no multiple of 16 bytes"), std::abort();
 }
 
+template <typename T>
+uint32_t packed_pair(float low, float high) {
+  return pack(low, high);
+}
+template <int kLanes = 32>
+float sum_of_lanes(float v) {
+  for (int step = kLanes / 2; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
+  return v;
+}
+
 namespace attention {
 
 constexpr float kLog2E = 1.4426950408889634f, kNothing = -3.402823466e38f;
@@ -276,22 +286,18 @@ struct CodedRows {
 struct AttendCodes {
   int tokens;
 };
-struct Sight {  // of windows, which this attention has not
-  int64_t from(int) const { std::abort(); }
-  int64_t to(int) const { std::abort(); }
-};
 struct Range {
   int begin, end;
   Range(int64_t, int64_t, int) { std::abort(); }
 };
+struct Sight {  // of windows, which this attention has not
+  int64_t from(int) const { std::abort(); }
+  int64_t to(int) const { std::abort(); }
+  Range seen(int64_t, int) const { std::abort(); }
+};
 
 inline float factor_of(uint32_t byte) { return bits_float(byte << 23); }
 inline float exp2_of(float v) { return std::exp2(v); }
-inline uint32_t pack_bf16(float low, float high) { return pack(low, high); }
-template <typename T>
-uint32_t pack_pair(float low, float high) {
-  return pack(low, high);
-}
 inline uint32_t transposed(uint32_t v) {  // movmatrix: 8 x 8, two columns a lane
   auto& words = warp::mine();
   words[warp::lane()][0] = v;
@@ -344,12 +350,7 @@ inline void store_shared_float(uint32_t to, float v) { store_shared(to, v); }
 inline void store_shared_bf16(uint32_t to, __nv_bfloat16 v) { store_shared(to, v); }
 inline float low_float(uint32_t pair) { return half_of(pair, 0); }
 inline float high_float(uint32_t pair) { return half_of(pair, 1); }
-inline uint32_t pair_of(float low, float high) { return pack(low, high); }
 inline float round_bf16(float v) { return __bfloat162float(__float2bfloat16_rn(v)); }
-inline float add_lanes(float v) {
-  for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
-  return v;
-}
 
 }  // namespace layers_sm90
 }  // namespace nvfp4
