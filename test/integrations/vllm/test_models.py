@@ -10,7 +10,7 @@ from helpers.tiny_models import tiny_model
 from safetensors.torch import load_file, save_file
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints, quantize
 from nvfp4_tensor.quantization import calibrate
 
 pytest.importorskip("vllm", reason="pip install '.[serve-test]' in an environment of its own")
@@ -36,7 +36,11 @@ def quantized(family, activations=None, seed=0):
     if activations:
         calibrate(model, [IDS[None]], NVFP4Config(), filter_fn=is_inner, progress=False)
     else:
+        inner = {name: each.weight for name, each in model.base_model.named_modules() if is_inner(each, name)}
         quantize_(model.base_model, NVFP4WeightOnlyConfig(experts=True), filter_fn=is_inner)
+        for name, weight in inner.items():  # each alone: quantize_ shares their scales
+            parameter = torch.nn.Parameter(quantize(weight.detach()), requires_grad=False)
+            model.base_model.get_submodule(name).weight = parameter
     return model
 
 
