@@ -271,7 +271,8 @@ class _Run:
             if can_capture((model, teacher)):
                 device = next(model.parameters()).device
                 self._update = CapturedStep(self._update_by, device, self.masters.count_writes)
-                options |= {"lr": torch.tensor(config.learning_rate, device=device), "capturable": True, "fused": True}
+                rate = torch.tensor(config.learning_rate, dtype=torch.float32, device=device)
+                options |= {"lr": rate, "capturable": True, "fused": True}
             self.optimizer = torch.optim.AdamW(self.masters.values.values(), **options)
 
     # --- training ---

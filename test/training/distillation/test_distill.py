@@ -64,7 +64,7 @@ def test_a_scale_is_doubled_when_an_element_outgrows_it():
         name: (each.per_tensor_scale / weights_of(start)[name].per_tensor_scale).item()
         for name, each in weights_of(model).items()
     }
-    assert set(factors.values()) == {1.0, 2.0}
+    assert {2.0} <= set(factors.values()) <= {1.0, 2.0}
     for name, factor in factors.items():
         assert factor == factors[name.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_", "gate_")]
 

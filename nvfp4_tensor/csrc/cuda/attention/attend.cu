@@ -48,10 +48,12 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   __shared__ Partial of_group[kCombineThreads];
   const Partials& of = p.partials;
   const int64_t all_rows = static_cast<int64_t>(blockIdx.y) * gridDim.x + blockIdx.x;  // rows of a head are neighbours
-  const int row = static_cast<int>(blockIdx.x) % p.rows, mine = row % of.rows, blocks = of.splits;
+  // In 32 bits: a division of 64 is a call, ahead of the wait.
+  const int rows = p.rows, x = static_cast<int>(blockIdx.x), heads = static_cast<int>(gridDim.x) / rows;
+  const int row = x % rows, mine = row % of.rows, blocks = of.splits;
   const int d = threadIdx.x, groups = blockDim.y, size = of.floats();
   const bool inside = d < p.size;
-  const float* const begin = of.of(all_rows / p.rows, row / of.rows, 0);
+  const float* const begin = of.of(static_cast<int64_t>(blockIdx.y) * heads + x / rows, row / of.rows, 0);
   const float* const most_of = begin + of.most() + mine;
   const float* const sum_of = begin + mine * of.size + (inside ? d : 0);
   griddepcontrol_wait();
