@@ -1,4 +1,4 @@
-"""The measured tables of docs/guides/accuracy.md and kv_cache.md, between their comments, from benchmarks/results/h100.
+"""The measured tables of docs/guides/accuracy.md and kv_cache.md, between their comments, from benchmarks/results/h200.
 
 ``make docs`` writes them and a test compares. A table without its results stays as it is. This needs no torch.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.performance_page import ROOT, load, measured, table
 
-MACHINE, SUBJECTS = "h100", {"smollm2": "SmolLM2", "own_model": "own"}
+MACHINE, SUBJECTS = "h200", {"smollm2": "SmolLM2", "own_model": "own"}
 GUIDES = [ROOT / "docs" / "guides" / name for name in ("accuracy.md", "kv_cache.md")]
 
 WEIGHTS = {
@@ -66,9 +66,10 @@ def rows(labels: dict[str, str], first: str, texts: int = 1) -> str:
     for key, label in labels.items():
         own = [found.get(key) for found in by_model.values()]
         if known := [row for row in own if row is not None]:
-            made = [duration(known[0]), f"{known[0]['memory_gb']:.1f} GB"]
+            memory = known[0]["memory_gb"]
+            made = [duration(known[0]), f"{memory:.1f} GB" if memory else "CPU"]
             lines.append([label, *(cell for row in own for cell in cells(row, texts)), *made])
-    return table([*heads, "made in", "memory"], lines)
+    return table([*heads, "made in", "memory"], lines) if lines else ""
 
 
 def distilled() -> str:
@@ -77,12 +78,9 @@ def distilled() -> str:
     for subject, name in SUBJECTS.items():
         if measured(MACHINE, f"distillation_{subject}"):
             for row in load(MACHINE, f"distillation_{subject}")["rows"]:
-                nats = ", ".join(
-                    f"{text} {each['increase']:.4f} (KL {each['kl']:.4f}, {100 * each['agreement']:.1f} %)"
-                    for text, each in row["texts"].items()
-                )
-                lines.append([f"{name}, {row['row']}", duration(row), f"{row['tokens'] / 1e6:.1f} M", nats])
-    return table(["model, format", "trained", "tokens", "nats per token over bfloat16 (KL, same token)"], lines)
+                nats = ", ".join(f"{text} {each['increase']:.4f}" for text, each in row["texts"].items())
+                lines.append([f"{name}, {row['row'].replace(':', ', ')}", f"{row['minutes']:.1f}", nats])
+    return table(["model, format", "minutes", "nats per token over bfloat16"], lines)
 
 
 def own() -> str:
@@ -115,7 +113,8 @@ def page(path: Path) -> str:
         needed: Iterable[str] = NEEDS.get(found[1], ["perplexity_smollm2", "perplexity_own_model"])
         if not all(measured(MACHINE, subject) for subject in needed):
             return found[0]
-        return f"<!-- measured {found[1]} -->\n{BLOCKS[found[1]]()}\n<!-- end -->"
+        text = BLOCKS[found[1]]()
+        return f"<!-- measured {found[1]} -->\n{text}\n<!-- end -->" if text else found[0]
 
     return re.sub(r"<!-- measured (\w+) -->\n(?:.*?\n)??<!-- end -->", block, path.read_text(), flags=re.DOTALL)
 

@@ -2,14 +2,11 @@
 
     python -m benchmarks.accuracy.distillation --rows w4a4 --minutes 6.5                  # one call of 9 minutes
     python -m benchmarks.accuracy.distillation --rows w4a4 w4a16 --minutes 3
-    python -m benchmarks.accuracy.distillation --rows w4a4:learning_rate=2e-4 w4a4:start=gptq w4a4:rounding=0.5
+    python -m benchmarks.accuracy.distillation --rows w4a4:learning_rate=2e-4 w4a4:start=gptq
     python -m benchmarks.accuracy.distillation --minutes 10 --folder build/distill --budget 420    # again: goes on
     python -m benchmarks.accuracy.distillation --model build/own_model                    # of own_model, on its texts
 
-A row is a format, and after a colon changes: fields of DistillConfig; ``start=gptq``; ``rounding=0.5``, which learns
-offsets within half a step of the codes instead of moving weights (FAAR, AutoRound), by ``optimizer=sign`` if that is
-given; ``rounding=inf`` moves weights in units of their steps; ``inputs=quantized``, whose gradients of weights read the
-quantized activations.
+A row is a format, and after a colon changes: fields of DistillConfig, or ``start=gptq``.
 
 SmolLM2-135M of the demo (decoded Q4_1) trains on the docstrings of the installed packages, and on text that the dense
 model goes on with from random tokens. It is judged on 32,768 tokens each of Python's help topics, of C headers, and of
@@ -32,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.accuracy import learned_rounding
 from benchmarks.accuracy.subjects import Evaluation, open_subject, peak_gb, text_cells, text_heads, with_earlier
 from benchmarks.accuracy.texts import WINDOW, without_shared, written_tokens
 from benchmarks.harness import record, result_path, save, table
@@ -51,7 +47,7 @@ def parse(row: str) -> tuple[Any, DistillConfig, dict[str, str]]:
     """The format, the config and the other options of a row."""
     name, _, rest = row.partition(":")
     options = dict(each.split("=") for each in rest.split(",") if each)
-    own = {key: options.pop(key) for key in ("start", "rounding", "optimizer", "inputs") if key in options}
+    own = {key: options.pop(key) for key in ("start",) if key in options}
     changes: dict[str, Any] = {key: ast.literal_eval(value) if value[0] not in "abcdefghijklmnopqrstuvwxyz" else value
                                for key, value in options.items()}  # fmt: skip
     base = None if own.get("start") == "gptq" else FORMATS[name]
@@ -87,9 +83,8 @@ def run_row(
     arguments: dict[str, Any] = {"teacher": dense} if "start" in own else {}
     folder = None if options.folder is None else options.folder / row.replace(":", "_").replace("=", "_")
     last: list[Progress] = []
-    with learned_rounding.instead(own.get("rounding"), own.get("optimizer"), own.get("inputs")):
-        distill(model, batches, config, minutes=options.minutes, steps=options.steps, folder=folder, progress=True,
-                on_step=lambda each: (last.append(each), on_step(each)), **arguments)  # fmt: skip
+    distill(model, batches, config, minutes=options.minutes, steps=options.steps, folder=folder, progress=True,
+            on_step=lambda each: (last.append(each), on_step(each)), **arguments)  # fmt: skip
     end = last[-1]
     point(end.step, end.seconds, end.loss)
     return {"row": row, "curve": curve, "texts": curve[-1]["texts"], "steps": end.step, "minutes": end.seconds / 60,

@@ -68,7 +68,7 @@ def test_calibration_and_evaluation_are_disjoint():
     assert len(text) > 500_000 and len(shared) < 0.002 * len(text.splitlines())
 
 
-@pytest.mark.parametrize("row", ["w4a4", "w4a16:start=gptq,learning_rate=1e-3", "w4a4:rounding=0.5,optimizer=sign"])
+@pytest.mark.parametrize("row", ["w4a4", "w4a16:start=gptq,learning_rate=1e-3"])
 def test_a_row(row, monkeypatch, tmp_path):
     monkeypatch.setattr(subjects, "WINDOW", 24)
     dense, judged = dense_model(), {name: batches(1)[0].flatten() for name in ("help", "chat")}
