@@ -33,7 +33,7 @@ def can_capture(models: Iterable[nn.Module]) -> bool:
 class CapturedStep:
     """A step of batches: eager three times and for batches of other shapes than the first, else a replay of a graph.
 
-    A model whose forward waits for the device cannot be captured: its steps stay eager, with a warning.
+    A model that waits for the device cannot be captured: its steps stay eager, with a warning.
 
     Args:
         step: computes a loss from batches and updates the model, in memory that stays where it is.
@@ -79,7 +79,7 @@ class CapturedStep:
         except RuntimeError as error:
             torch.cuda.synchronize(self._stream.device)
             warnings.warn(
-                f"the model's forward waits for the device ({str(error).splitlines()[0]}): distill launches its steps "
+                f"the model waits for the device ({str(error).splitlines()[0]}): distill launches its steps "
                 "one by one, which takes longer for small models",
                 stacklevel=2,
             )

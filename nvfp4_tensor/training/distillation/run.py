@@ -337,6 +337,8 @@ class _Run:
 
     def _update_by(self, batches: Sequence[Any]) -> Tensor:
         """Update the model by the gradients of batches, and return their loss, from the device alone."""
+        for each in (*self.masters.parameters.values(), *self.masters.values.values()):
+            each.grad = None  # that of a capture that failed has no values
         losses = []
         for batch in batches:
             part = self.loss(batch) / len(batches)

@@ -52,13 +52,17 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(tmp_path):
     assert len(after) == 2 and after[-1] < losses[0]
 
 
-def test_a_model_that_waits_for_the_device_is_not_captured():
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_a_model_that_waits_for_the_device_is_not_captured(part):
+    """Gradients of a backward that was captured in part have no values."""
     model = dense_model()
     seen = []
-    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].sum().item()))
-    with pytest.warns(UserWarning, match="forward waits for the device .* one by one"):
+    norm = model.model.norm if part == "forward" else model.model.layers[0].input_layernorm
+    register = getattr(norm, {"forward": "register_forward_pre_hook", "backward": "register_full_backward_hook"}[part])
+    register(lambda module, values, *_: seen.append(values[0].sum().item()))
+    with pytest.warns(UserWarning, match="the model waits for the device .* one by one"):
         _, losses = on_gpu(model=model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _, expected = on_gpu()
-    assert len(seen) > 20 and losses == expected
+    assert len(seen) >= 10 and losses == expected
