@@ -1,6 +1,7 @@
 """Test decode_natively: what generate writes, what is left to transformers, copies, and refusals."""
 
 import copy
+import gc
 import pickle
 import sys
 import warnings
@@ -261,15 +262,20 @@ def test_a_token_of_more_layers_takes_no_more_calls():
     calls = []
     for layers in (2, 6):
         model = decode_natively(tiny_model("Llama", num_hidden_layers=layers))
-        text = generate(model, prompt(model), max_new_tokens=6)
+        text, tokens = generate(model, prompt(model), max_new_tokens=8), []
         next(text), next(text)
-        seen = []
-        sys.setprofile(lambda frame, event, _, seen=seen: seen.append(event == "call"))
+        gc.disable()  # which calls back for what other tests left
         try:
-            next(text)
+            for _ in range(3):
+                seen = []
+                sys.setprofile(lambda frame, event, _, seen=seen: seen.append(event == "call"))
+                next(text)
+                sys.setprofile(None)
+                tokens.append(sum(seen))
         finally:
             sys.setprofile(None)
-        calls.append(sum(seen))
+            gc.enable()
+        calls.append(min(tokens))
     assert calls[0] == calls[1] < 100, calls
 
 
