@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import time
@@ -199,6 +200,10 @@ def training_batches(model: Any, text: Path | str, src: Path, tokens: int | None
     model.to("cuda" if on_gpu else "cpu")
     count = WINDOWS_PER_STEP["cuda" if on_gpu else "cpu"]
     if text == "self":
-        return list(torch.cat(generate_calibration_text(model, tokens or 1 << 16, window=WINDOW)).split(count))
+        tokenizer = None
+        with contextlib.suppress(ValueError):  # without one it writes no conversations
+            tokenizer = open_tokenizer(src)
+        own = generate_calibration_text(model, tokens or 1 << 16, window=WINDOW, tokenizer=tokenizer)
+        return list(torch.cat(own).split(count))
     ids = read_tokens(Path(text), open_tokenizer(src), tokens or 10_000_000)
     return windows_of(ids.to(model.device), WINDOW, count)

@@ -8,11 +8,12 @@
 
 A row is a format, and after a colon changes: fields of DistillConfig, or ``start=gptq``.
 
-SmolLM2-135M of the demo (decoded Q4_1) trains on the docstrings of the installed packages, and on text that the dense
-model goes on with from random tokens. It is judged on 32,768 tokens each of Python's help topics, of C headers, and of
-answers of the dense model to chat prompts, in windows of 1,024 that do not see each other. Windows of the training text
-that share 13 tokens in a row with one of the texts are left out. Increases are of the negative log likelihood a token
-over bfloat16. Minutes are those of training, without evaluations. A result file keeps its other rows.
+SmolLM2-135M of the demo (decoded Q4_1) trains on the docstrings of the installed packages, and on what the dense model
+writes itself: half goes on from random tokens, half is conversations, with the user's messages its own. It is judged on
+32,768 tokens each of Python's help topics, of C headers, and of answers of the dense model to 16 questions, in windows
+of 1,024 that do not see each other. Windows of the training text that share 13 tokens in a row with one of the texts
+are left out. Increases are of the negative log likelihood a token over bfloat16. Minutes are those of training, with
+compilation (on a GPU), without evaluations. A result file keeps its other rows. A ``--folder`` keeps the texts, too.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.accuracy import subjects
 from benchmarks.accuracy.subjects import Evaluation, open_subject, peak_gb, text_cells, text_heads, with_earlier
 from benchmarks.accuracy.texts import WINDOW, without_shared, written_tokens
 from benchmarks.harness import record, result_path, save, table
@@ -43,7 +45,7 @@ FORMATS = {"w4a4": NVFP4Config(), "w4a16": NVFP4WeightOnlyConfig(), "w4a4_search
            "w4a4_rows": NVFP4Config(row_scaled=True)}  # fmt: skip
 
 
-def parse(row: str) -> tuple[Any, DistillConfig, dict[str, str]]:
+def parse(row: str, device: torch.device) -> tuple[Any, DistillConfig, dict[str, str]]:
     """The format, the config and the other options of a row."""
     name, _, rest = row.partition(":")
     options = dict(each.split("=") for each in rest.split(",") if each)
@@ -51,6 +53,7 @@ def parse(row: str) -> tuple[Any, DistillConfig, dict[str, str]]:
     changes: dict[str, Any] = {key: ast.literal_eval(value) if value[0] not in "abcdefghijklmnopqrstuvwxyz" else value
                                for key, value in options.items()}  # fmt: skip
     base = None if own.get("start") == "gptq" else FORMATS[name]
+    changes.setdefault("compile", device.type == "cuda")
     return FORMATS[name], DistillConfig(base_config=base, **changes), own
 
 
@@ -58,9 +61,9 @@ def run_row(
     row: str, dense: nn.Module, batches: Sequence[Tensor], evaluation: Evaluation, options: argparse.Namespace
 ) -> dict[str, Any]:
     """One row, from the dense model on: the curve and the end."""
-    base, config, own = parse(row)
     model, curve, began = copy.deepcopy(dense), [], time.perf_counter()
     device = next(model.parameters()).device
+    base, config, own = parse(row, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     if "start" in own:
@@ -81,7 +84,8 @@ def run_row(
             raise KeyboardInterrupt
 
     arguments: dict[str, Any] = {"teacher": dense} if "start" in own else {}
-    folder = None if options.folder is None else options.folder / row.replace(":", "_").replace("=", "_")
+    name = f"{device.type}_{row.replace(':', '_').replace('=', '_')}"
+    folder = None if options.folder is None else options.folder / name
     last: list[Progress] = []
     distill(model, batches, config, minutes=options.minutes, steps=options.steps, folder=folder, progress=True,
             on_step=lambda each: (last.append(each), on_step(each)), **arguments)  # fmt: skip
@@ -121,6 +125,29 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+def prepare(
+    subject: subjects.SmolLM2 | subjects.OwnModel, options: argparse.Namespace
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The tokens to train on, int64, and the evaluation texts: those of ``--folder``, if it has some."""
+    kept = None if options.folder is None else options.folder / f"texts_{subject.name}.pt"
+    if kept is not None and kept.exists():
+        tokens, texts = torch.load(kept)
+        return tokens, {name: each for name, each in texts.items() if name in (options.texts or texts)}
+    ids = subject.training(options.processes, options.limit, options.files)  # forks: before CUDA
+    print(f"{time.perf_counter() - options.start:.0f} s: {len(ids):,} tokens to train on", flush=True)
+    dense = subject.model.to(options.device)
+    texts = subject.texts(options.texts or subject.text_names, options.tokens)
+    print(f"{time.perf_counter() - options.start:.0f} s: evaluation texts {', '.join(texts)}", flush=True)
+    written = subject.written if options.written is None else options.written
+    ids = torch.cat([ids, written_tokens(dense, subject.tokenizer, written)]) if written else ids
+    ids = without_shared(ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW).to(options.device), texts.values())
+    tokens = ids.flatten().cpu()
+    if kept is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        torch.save((tokens, texts), kept)
+    return tokens, texts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", default=["w4a4", "w4a16"])
@@ -133,7 +160,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="windows of 1,024 tokens a step (%(default)s)")
     parser.add_argument("--window", type=int, default=WINDOW, help="of training (%(default)s)")
     parser.add_argument("--limit", type=int, default=16_000_000, help="tokens of training text (%(default)s)")
-    parser.add_argument("--written", type=int, help="tokens that the dense model writes (SmolLM2: 4 million)")
+    parser.add_argument("--written", type=int, help="tokens that the dense model writes (SmolLM2: 8 million)")
     parser.add_argument("--files", type=int, help="Python files to read, by default all")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each evaluation text (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -144,17 +171,11 @@ def main() -> None:
     options = parser.parse_args()
     options.start, device = time.perf_counter(), torch.device(options.device)
     for row in options.rows:
-        parse(row)
+        parse(row, device)
     subject = open_subject(options.model)
-    ids = subject.training(options.processes, options.limit, options.files)  # forks: before CUDA
-    print(f"{time.perf_counter() - options.start:.0f} s: {len(ids):,} tokens to train on", flush=True)
+    ids, texts = prepare(subject, options)
     dense = subject.model.to(device)
-    texts = subject.texts(options.texts or subject.text_names, options.tokens)
-    written = subject.written if options.written is None else options.written
-    ids = torch.cat([ids, written_tokens(dense, written)]) if written else ids
-    print(f"{time.perf_counter() - options.start:.0f} s: evaluation texts {', '.join(texts)}", flush=True)
     windows = ids[: len(ids) // options.window * options.window].view(-1, options.window).to(device)
-    windows = without_shared(windows, texts.values())
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0)).to(device)
     batches = list(windows[order].split(options.batch))
     batches = batches[:-1] if len(batches) > 1 else batches

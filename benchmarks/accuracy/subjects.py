@@ -29,7 +29,7 @@ class SmolLM2:
 
     name, label = "smollm2", "SmolLM2-135M-Instruct"
     text_names: tuple[str, ...] = ("help", "headers", "chat")
-    written = 4_000_000
+    written = 8_000_000
     """Tokens of its own that it is distilled on beside the docstrings."""
 
     def __init__(self) -> None:

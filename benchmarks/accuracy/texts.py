@@ -106,13 +106,13 @@ def chat_tokens(model: Any, tokenizer: Any, count: int) -> Tensor:
     return found.flatten().cpu()[:count]
 
 
-def written_tokens(model: Any, count: int, at_once: int = 256) -> Tensor:
-    """Text that the dense model goes on with from random tokens, as :func:`generate_calibration_text` makes it."""
+def written_tokens(model: Any, tokenizer: Any, count: int, at_once: int = 512) -> Tensor:
+    """Text and conversations that the dense model writes, by :func:`generate_calibration_text`, int64 (count,)."""
     model = decode_natively(copy.deepcopy(model)) if next(model.parameters()).is_cuda else model
     found: list[Tensor] = []
     while len(found) * WINDOW < count:
         size = min(at_once * WINDOW, count - len(found) * WINDOW)
-        found += generate_calibration_text(model, size, window=WINDOW, seed=1 + len(found))
+        found += generate_calibration_text(model, size, window=WINDOW, seed=1 + len(found), tokenizer=tokenizer)
     return torch.cat(found).flatten().cpu()[:count]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -9,21 +10,27 @@ from torch import Tensor, nn
 
 from nvfp4_tensor.quantization.accuracy.gptq.stages import in_eval_mode
 
+_MESSAGE_TOKENS = 64
+"""The most tokens of a message that the model writes as the user."""
+
 
 @torch.no_grad()
 def generate_calibration_text(
-    model: nn.Module, tokens: int = 4096, *, window: int = 512, seed: int = 0
+    model: nn.Module, tokens: int = 4096, *, window: int = 512, seed: int = 0, tokenizer: Any = None
 ) -> list[Tensor]:
-    """Sample batches for :func:`calibrate` and :func:`gptq` from a transformers language model.
+    """Sample batches for :func:`calibrate`, :func:`gptq` and ``distill`` from a transformers language model.
 
     Each window starts with a token sampled uniformly from the vocabulary. The model samples the following tokens at
-    temperature 1 from its 50 most likely ones, excluding end-of-text tokens.
+    temperature 1 from its 50 most likely ones, excluding end-of-text tokens. With the tokenizer of a chat model, the
+    second half of the windows are conversations in its template: a message that the model writes as the user (as in
+    Magpie, arXiv 2406.08464), and the answer.
 
     Args:
         model: a dense model with transformers' ``generate``.
         tokens: the minimum number of tokens in total.
         window: the number of tokens per batch, at least 2.
         seed: the seed of all sampling. The state of torch's generators is not changed.
+        tokenizer: that of the model; one without a chat template changes nothing.
 
     Returns:
         Batches (1, window), int64, on the model's device.
@@ -39,18 +46,49 @@ def generate_calibration_text(
     if tokens < 1 or window < 2:
         raise ValueError(f"tokens must be at least 1 and window at least 2, got {tokens} and {window}")
     device = next(model.parameters()).device
-    vocabulary = config.get_text_config().vocab_size
+    count = -(-tokens // window)
+    conversations = 0 if getattr(tokenizer, "chat_template", None) is None else count // 2
     with in_eval_mode(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        first = torch.randint(vocabulary, (-(-tokens // window), 1)).to(device)
-        windows = generate(
-            first,
-            attention_mask=torch.ones_like(first),
-            do_sample=True,
-            temperature=1.0,
-            top_k=50,
-            min_new_tokens=window - 1,
-            max_new_tokens=window - 1,
-            pad_token_id=0,
-        )
-    return list(windows.split(1))
+        first = torch.randint(config.get_text_config().vocab_size, (count - conversations, 1))
+        found = _go_on(model, first.tolist(), window)
+        if conversations:
+            found += _go_on(model, _openings(model, tokenizer, conversations), window)
+    return found
+
+
+def _go_on(model: Any, openings: list[list[int]], window: int) -> list[Tensor]:
+    """Return windows (1, window) that begin with the given tokens and do not end before."""
+    device, most = next(model.parameters()).device, max(map(len, openings))
+    first = torch.tensor([[0] * (most - len(each)) + each for each in openings])
+    begins = torch.tensor([most - len(each) for each in openings])[:, None]
+    new = max(window - min(map(len, openings)), 0)
+    text = first.to(device)
+    if new:
+        mask = (torch.arange(most) >= begins).long().to(device)
+        text = _sample(model, text, mask, min_new_tokens=new, max_new_tokens=new)
+    return [row[start : start + window][None] for row, start in zip(text, begins.flatten().tolist(), strict=True)]
+
+
+def _openings(model: Any, tokenizer: Any, count: int) -> list[list[int]]:
+    """Return conversations up to where the answer begins: the model writes the user's messages."""
+    mark = "[message]"
+    template = tokenizer.apply_chat_template(
+        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
+    )
+    before, after = (tokenizer(each, add_special_tokens=False).input_ids for each in template.split(mark))
+    first = torch.tensor([before] * count).to(next(model.parameters()).device)
+    text = _sample(model, first, torch.ones_like(first), max_new_tokens=_MESSAGE_TOKENS)
+    ends = model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    messages = (
+        list(itertools.takewhile(lambda token: token not in ends, row)) for row in text[:, len(before) :].tolist()
+    )
+    return [[*before, *message, *after] for message in messages]
+
+
+def _sample(model: Any, first: Tensor, mask: Tensor, **length: int) -> Tensor:
+    found: Tensor = model.generate(
+        first, attention_mask=mask, do_sample=True, temperature=1.0, top_k=50, pad_token_id=0, **length
+    )
+    return found
