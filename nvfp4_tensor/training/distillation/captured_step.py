@@ -1,10 +1,11 @@
-"""A step that needs nothing from the host, replayed as a CUDA graph: for small models the host is the slower one."""
+"""Faster steps: layers compiled by torch.compile, and a step without the host, replayed as a CUDA graph."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,45 @@ def can_capture(models: Iterable[nn.Module]) -> bool:
         and not torch.is_autocast_enabled("cuda")
         and not any(getattr(each, "gradient_checkpointing", False) for model in models for each in model.modules())
     )
+
+
+@contextlib.contextmanager
+def compiled_blocks(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Compile the repeated blocks of models: the modules of outermost ModuleLists. Like ones share their code."""
+    blocks: list[nn.Module] = []
+    for model in models:
+        inside: set[nn.Module] = set()
+        for each in model.modules():
+            if isinstance(each, nn.ModuleList) and each not in inside:
+                inside.update(each.modules())
+                blocks += [block for block in each if block._compiled_call_impl is None]
+    try:
+        for block in blocks:
+            block.compile()
+        yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None
+
+
+@contextlib.contextmanager
+def _same_masks(packed: bool) -> Iterator[None]:
+    """Let transformers leave out causal masks in a capture, as it does in other steps, unless the batch is packed.
+
+    Whether positions are packed, or a mask hides nothing, is decided from values, which a capture cannot read. So it
+    makes masks there, which take a slower attention, and a second compilation.
+    """
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    before = {name: getattr(masking, name, None) for name in ("is_tracing", "find_packed_sequence_indices")}
+    if masking is None or packed or None in before.values():
+        yield
+        return
+    masking.is_tracing = lambda tensor=None: tensor is not None and before["is_tracing"](tensor)
+    masking.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        vars(masking).update(before)
 
 
 class CapturedStep:
@@ -59,7 +99,7 @@ class CapturedStep:
         if self._inputs is None:
             device = self._stream.device
             self._inputs = [each.to(device, copy=True) if isinstance(each, Tensor) else each for each in leaves]
-            self._capture(tree)
+            self._capture(tree_unflatten(self._inputs, tree))
         for own, each in zip(self._inputs, leaves, strict=True):
             if isinstance(own, Tensor):
                 own.copy_(each, non_blocking=True)
@@ -69,15 +109,17 @@ class CapturedStep:
         self._replayed()
         return self._loss
 
-    def _capture(self, tree: Any) -> None:
-        assert self._inputs is not None
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, batches: Sequence[Any]) -> None:
+        graph, device = torch.cuda.CUDAGraph(), self._stream.device
         try:
-            with torch.cuda.graph(graph, stream=self._stream):
-                self._loss = self._step(tree_unflatten(self._inputs, tree))
+            packed = any(isinstance(each, Mapping) and "position_ids" in each for each in batches)
+            with _same_masks(packed), torch.cuda.graph(graph, stream=self._stream):
+                self._loss = self._step(batches)
             self._graph = graph
         except RuntimeError as error:
-            torch.cuda.synchronize(self._stream.device)
+            torch.cuda.synchronize(device)
+            generator = torch.cuda.default_generators[device.index]
+            generator.graphsafe_set_state(generator.clone_state())  # the failed capture's refuses further draws
             warnings.warn(
                 f"the model waits for the device ({str(error).splitlines()[0]}): distill launches its steps "
                 "one by one, which takes longer for small models",

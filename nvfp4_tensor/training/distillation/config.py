@@ -37,6 +37,7 @@ class DistillConfig:
         betas, weight_decay: of AdamW.
         batches_per_step: batches whose gradients one step averages.
         seed: the seed of the order of batches, which changes with each pass over them.
+        compile: compile the layers of both models, and the loss, by torch.compile: for runs of more than a minute.
 
     Raises:
         ValueError: a number out of range, or weights that are rounded stochastically.
@@ -55,6 +56,7 @@ class DistillConfig:
     weight_decay: float = 0.0
     batches_per_step: int = 1
     seed: int = 0
+    compile: bool = False
 
     def __post_init__(self) -> None:
         base = NVFP4Config() if self.base_config is None else self.base_config

@@ -26,7 +26,7 @@ from nvfp4_tensor.quantization.linear import shared_parameters
 from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model, quantize_model
-from nvfp4_tensor.training.distillation.captured_step import CapturedStep, Step, can_capture
+from nvfp4_tensor.training.distillation.captured_step import CapturedStep, Step, can_capture, compiled_blocks
 from nvfp4_tensor.training.distillation.config import DistillConfig, Trains
 from nvfp4_tensor.training.distillation.divergence import divergence
 from nvfp4_tensor.training.distillation.masters import CodedMasters, Masters, is_coded
@@ -133,7 +133,8 @@ def distill(
             teacher = _copy_of(model)
         if not coded:
             _quantize(model, batches, config, filter_fn)
-        with _prepared(model, teacher, config) as parameters:
+        compiled = compiled_blocks((model, teacher)) if config.compile else contextlib.nullcontext()
+        with _prepared(model, teacher, config) as parameters, compiled:
             run = _Run(model, teacher, parameters, batches, config, None if folder is None else Path(folder))
             run.train(length, math.inf if minutes is None else 60 * minutes, on_step, progress)
     return model
@@ -370,7 +371,8 @@ class _Run:
         output = call_model(self.model, batch)
         logits, exact = logits_of(output, self.model, "distill"), logits_of(target, self.teacher, "distill")
         mask = mask if mask is not None and mask.shape == logits.shape[:-1] else None
-        loss = divergence(logits, exact, mask, reverse=self.config.reverse)
+        compiled = self.config.compile and torch.is_grad_enabled()
+        loss = divergence(logits, exact, mask, reverse=self.config.reverse, compiled=compiled)
         if not self.config.hidden:
             return loss
         pairs = zip(output.hidden_states[1:], target.hidden_states[1:], strict=True)
@@ -379,8 +381,10 @@ class _Run:
 
     @torch.no_grad()
     def measure(self) -> float:
-        """Return the mean loss of the first batches."""
-        loss: float = torch.stack([self.loss(batch) for batch in self.batches[:MEASURED_BATCHES]]).mean().item()
+        """Return the mean loss of the first batches, not compiled."""
+        with torch.compiler.set_stance("force_eager"):
+            losses = [self.loss(batch) for batch in self.batches[:MEASURED_BATCHES]]
+        loss: float = torch.stack(losses).mean().item()
         _reshard(self.model)
         return loss
 

@@ -1,5 +1,6 @@
 """The captured step of distill: the bits of eager steps, whatever the batches; models that cannot be captured."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -66,3 +67,17 @@ def test_a_model_that_waits_for_the_device_is_not_captured(part):
         warnings.simplefilter("error")
         _, expected = on_gpu()
     assert len(seen) >= 10 and losses == expected
+    assert torch.rand(2, device="cuda").isfinite().all(), "the generator draws again"
+
+
+def test_compiled_blocks_are_replayed(monkeypatch):
+    """Compiled before the capture, which makes no attention mask that other steps do without."""
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: (replays.append(1), replay(self))[1])
+    _, losses = on_gpu()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the model waits for the device")
+        _, found = on_gpu(config=dataclasses.replace(CONFIG, compile=True))
+    assert len(replays) == 2 * 7
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=0.05, atol=0)

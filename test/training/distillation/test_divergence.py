@@ -9,14 +9,15 @@ from nvfp4_tensor.training.distillation.divergence import divergence
 
 
 @pytest.mark.parametrize("reverse", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("masked", [False, True])
-def test_divergence_and_gradient(reverse, masked, monkeypatch):
+@pytest.mark.parametrize(("masked", "compiled"), [(False, False), (True, False), (True, True)])
+def test_divergence_and_gradient(reverse, masked, compiled, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK", 3 * 50)  # three rows at a time, and a rest
+    monkeypatch.setattr(module, "_compiled_rows", torch.compile(module._of_rows, backend="aot_eager"))
     torch.manual_seed(0)
     student, teacher = (torch.randn(2, 7, 50) * 3 for _ in range(2))
     mask = torch.rand(2, 7) < 0.6 if masked else torch.ones(2, 7, dtype=torch.bool)
     own = student.clone().requires_grad_()
-    found = divergence(own, teacher, mask if masked else None, reverse=reverse)
+    found = divergence(own, teacher, mask if masked else None, reverse=reverse, compiled=compiled)
     (3 * found).backward()
     x = student.double().requires_grad_()
     log_q, log_p = x.log_softmax(-1)[mask], teacher.double().log_softmax(-1)[mask]

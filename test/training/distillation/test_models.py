@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers", minversion="5.21")
 from helpers.distillation import batches, dense_model, same_bits, trained, weights_of
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, checkpoints, quantize_model
 from nvfp4_tensor.integrations.transformers import attach_quantizer
 from nvfp4_tensor.training import DistillConfig, distill
+from nvfp4_tensor.training.distillation import divergence
 
 pytestmark = pytest.mark.slow
 CONFIG = DistillConfig(static=True, learning_rate=5e-4)
@@ -58,6 +61,28 @@ def test_checkpointing_changes_no_bits():
     trained(model, CONFIG, steps=4)
     assert sum(runs) == 8  # each step runs a layer again
     assert same_bits(model, trained(dense_model(), CONFIG, steps=4)[0]) and not model.training
+
+
+@pytest.mark.parametrize(("family", "checkpointing"), [("Llama", False), ("Llama", True), ("Qwen3Moe", False)])
+def test_compiled_blocks(family, checkpointing, monkeypatch):
+    """Compiled during the steps only; not by Inductor, which takes minutes of a CPU: the bits are those of eager."""
+    counted, compile = Counter(), nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile(self, backend=backend))
+
+    def backend(graph, inputs):
+        counted["graphs"] += 1
+        return graph.forward
+
+    monkeypatch.setattr(divergence, "_compiled_rows", divergence._of_rows)
+    models = [dense_model(family) for _ in range(2)]
+    if checkpointing:
+        for model in models:
+            model.gradient_checkpointing_enable()
+    expected, losses = trained(models[0], DistillConfig(learning_rate=2e-3), steps=3)
+    assert not counted
+    model, found = trained(models[1], DistillConfig(learning_rate=2e-3, compile=True), steps=3)
+    assert found == losses and same_bits(model, expected)
+    assert 0 < counted["graphs"] <= 8 and not any(each._compiled_call_impl for each in model.modules())
 
 
 def test_tokens_that_a_mask_hides_do_not_count():
