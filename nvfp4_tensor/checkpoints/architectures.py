@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from nvfp4_tensor.quantization.model_families import MIXTRAL_EXPERTS
 
@@ -32,6 +33,25 @@ EXPERT_STACKS = {
 
 INTERLEAVED = ".w13_weight"
 """The end of the name of those in which rows of gate and up alternate, instead of gate above up."""
+
+JOINED_ROWS: Mapping[tuple[str, str], Callable[[Mapping[str, Any]], Mapping[str, int]]] = {
+    ("hrm_text", ".mlp.gate_up_proj"): lambda c: dict.fromkeys((".mlp.gate_proj", ".mlp.up_proj"), 1),
+    ("hrm_text", ".attn.gqkv_proj"): lambda c: {f".self_attn.{name}_proj": 1 for name in ("gate", "q", "k", "v")},
+    ("sarvam_moe", ".attention.query_key_value"): lambda c: {
+        ".attention.q_proj": c["num_attention_heads"],
+        ".attention.k_proj": c["num_key_value_heads"],
+        ".attention.v_proj": c["num_key_value_heads"],
+    },
+    ("lara_mini", ".linear_attn.in_proj"): lambda c: {
+        ".linear_attn.in_proj_qkv": 2 * c["linear_num_key_heads"] * c["linear_key_head_dim"]
+        + c["linear_num_value_heads"] * c["linear_value_head_dim"],
+        ".linear_attn.in_proj_z": c["linear_num_value_heads"] * c["linear_value_head_dim"],
+        ".linear_attn.in_proj_b": c["linear_num_value_heads"],
+        ".linear_attn.in_proj_a": c["linear_num_value_heads"],
+    },
+}
+"""By model_type and the end of a stored weight's name: the linears of transformers that have its rows, one after the
+other, and their shares of the rows, from config.json."""
 
 _MASKS = re.compile(r".*(attn|attention)\.(bias|masked_bias|causal_mask)")
 

@@ -16,6 +16,7 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.sources.reading import open_any
 from nvfp4_tensor.checkpoints.understood import has_pre_scale, pre_scale_of
+from nvfp4_tensor.checkpoints.wrappers import RowsApart
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX
 
 _ELEMENTS = 1 << 24
@@ -90,7 +91,7 @@ def compare(a: str | Path, b: str | Path, *, worst: int = 5, progress: bool = Tr
     Raises:
         ValueError: they have no tensor in common, or a tensor has another shape in b.
     """
-    with open_any(Path(a)) as first, open_any(Path(b)) as second:
+    with RowsApart(open_any(Path(a))) as first, RowsApart(open_any(Path(b))) as second:
         names = [name for name in first.entries if name in second.entries]
         _check_comparable(first, second, names)
         bar = tqdm(names, desc="comparing", unit="tensor", disable=not progress)

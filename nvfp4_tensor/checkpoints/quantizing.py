@@ -21,7 +21,7 @@ from nvfp4_tensor.checkpoints.io.safetensors import CHUNK
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
 from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
 from nvfp4_tensor.checkpoints.sources.reading import open_source
-from nvfp4_tensor.checkpoints.wrappers import AsLinears, ExpertsApart, View, WithHead
+from nvfp4_tensor.checkpoints.wrappers import AsLinears, ExpertsApart, RowsApart, View, WithHead
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS
 from nvfp4_tensor.numerics.random_state import rng_state_of_weight
@@ -91,6 +91,7 @@ def quantize(
     exclude, include = ((each,) if isinstance(each, str) else each for each in (exclude, include))
     source = opened = open_source(Path(src))
     with source:
+        source = RowsApart(source)
         if source.config.get("model_type") not in TRANSPOSED_EXPERTS:
             source = ExpertsApart(source)
         if quantize_lm_head:

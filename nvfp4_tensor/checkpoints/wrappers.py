@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nvfp4_tensor.checkpoints.architectures import EXPERT_STACKS, INTERLEAVED
+from nvfp4_tensor.checkpoints.architectures import EXPERT_STACKS, INTERLEAVED, JOINED_ROWS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, chunks_of
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.quantization.model_families import EMBEDDINGS, JOINED_AS, LM_HEAD
@@ -112,7 +112,35 @@ def with_conv1d_transposed(source: Checkpoint) -> Checkpoint:
     return AsLinears(source, names) if names else source
 
 
-class ExpertsApart(View):
+class Apart(View):
+    """A dense checkpoint with a matrix (N, K) per linear, where its files have one tensor for several."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        super().__init__(source)
+        self._rows = dict[str, tuple[str, int, slice, bool]]()
+        """By name: the stored tensor, which of its matrices, the rows of that, and whether it is transposed first."""
+        self._last: tuple[str, int, Iterator[Tensor], Tensor] | None = None
+
+    def dense(self, name: str) -> Tensor:
+        return self._part(name).clone() if name in self._rows else self.source.dense(name)
+
+    def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
+        return chunks_of(self._part(name), rows) if name in self._rows else self.source.chunks(name, rows, buffer)
+
+    def _part(self, name: str) -> Tensor:
+        """Read a matrix, which is valid until one of another is read. They are read one after the other."""
+        stack, index, rows, transposed = self._rows[name]
+        if self._last is None or self._last[0] != stack or self._last[1] > index:
+            matrices = self.source.chunks(stack, self.source.entries[stack].shape[-2])
+            self._last = stack, 0, matrices, next(matrices)
+        _, at, matrices, matrix = self._last
+        for _ in range(index - at):
+            matrix = next(matrices)
+        self._last = stack, index, matrices, matrix
+        return (matrix.t() if transposed else matrix)[rows].contiguous()
+
+
+class ExpertsApart(Apart):
     """A dense checkpoint with one matrix (N, K) per expert, where its files have one tensor for all experts of a layer.
 
     Their names are those that ``save`` gives to the experts of a model in memory.
@@ -120,8 +148,7 @@ class ExpertsApart(View):
 
     def __init__(self, source: Checkpoint) -> None:
         super().__init__(source)
-        self.entries, self._rows = {}, dict[str, tuple[str, int, slice, bool]]()
-        self._last: tuple[str, int, Iterator[Tensor], Tensor] | None = None
+        self.entries = {}
         stacks = {name: found for name in source.entries for found in _stacks(name, source.entries)}
         for name, entry in source.entries.items():
             if name not in stacks:
@@ -140,23 +167,43 @@ class ExpertsApart(View):
                     self.entries[each] = dataclasses.replace(entry, shape=(rows // len(parts), columns))
                     self._rows[each] = name, expert, own, transposed
 
-    def dense(self, name: str) -> Tensor:
-        return self._part(name).clone() if name in self._rows else self.source.dense(name)
 
-    def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
-        return chunks_of(self._part(name), rows) if name in self._rows else self.source.chunks(name, rows, buffer)
+class RowsApart(Apart):
+    """A dense checkpoint with one matrix per linear of transformers, where its files have one below the other."""
 
-    def _part(self, name: str) -> Tensor:
-        """Read a matrix, which is valid until one of another expert is read. Experts are read one after the other."""
-        stack, expert, rows, transposed = self._rows[name]
-        if self._last is None or self._last[0] != stack or self._last[1] > expert:
-            experts = self.source.chunks(stack, self.source.entries[stack].shape[1])
-            self._last = stack, 0, experts, next(experts)
-        _, at, experts, matrix = self._last
-        for _ in range(expert - at):
-            matrix = next(experts)
-        self._last = stack, expert, experts, matrix
-        return (matrix.t() if transposed else matrix)[rows].contiguous()
+    def __init__(self, source: Checkpoint) -> None:
+        """
+        Raises:
+            ValueError: the rows of a weight are not those that config.json describes.
+        """
+        super().__init__(source)
+        self.entries = {}
+        for name, entry in source.entries.items():
+            self.entries |= self._split(name, entry) or {name: entry}
+
+    def _split(self, name: str, entry: Entry) -> dict[str, Entry]:
+        config, stem = self.source.config, name.removesuffix(".weight")
+        found = {end: of for (kind, end), of in JOINED_ROWS.items() if kind == config.get("model_type")}
+        end = next((end for end in found if stem.endswith(end)), None)
+        if end is None or stem == name or entry.is_coded or len(entry.shape) != 2:
+            return {}
+        try:
+            shares = found[end](config)
+            unit, rest = divmod(entry.shape[0], sum(shares.values()))
+        except (KeyError, TypeError, ZeroDivisionError) as error:
+            raise ValueError(f"{self.path}: config.json does not say the parts of {name}: {error!r}") from None
+        if rest or min(shares.values()) < 1:
+            raise ValueError(
+                f"{entry.shard or self.path}: tensor {name}: expected shares {shares} of its rows, which are those of "
+                f"config.json, found {list(entry.shape)}"
+            )
+        parts, first = {}, 0
+        for part, share in shares.items():
+            each = f"{stem.removesuffix(end)}{part}.weight"
+            parts[each] = dataclasses.replace(entry, shape=(share * unit, entry.shape[1]))
+            self._rows[each] = name, 0, slice(first, first + share * unit), False
+            first += share * unit
+        return parts
 
 
 def _stacks(name: str, entries: Mapping[str, Entry]) -> Iterator[tuple[str, bool]]:

@@ -1,14 +1,17 @@
 """benchmarks/results/families.md has what quantizing, saving and loading a tiny model of each family does now."""
 
 import pytest
+from helpers.checkpoint_folders import content, edit
 
 transformers = pytest.importorskip("transformers", "5.21")
 
 from benchmarks import families  # noqa: E402
+from nvfp4_tensor import checkpoints  # noqa: E402
+from nvfp4_tensor.checkpoints.comparison import compare  # noqa: E402
 
 FEW = (
     "minimax_m3_vl_text", "gpt2", "qwen3_next", "deepseek_v3", "granitemoe", "inkling2_text", "kimi_linear", "mamba",
-    "hrm_text", "gemma4", "qwen3_vl_moe", "t5",
+    "gemma4", "qwen3_vl_moe", "t5",
 )  # fmt: skip
 """Families that are unlike each other: linear attention, Mamba, experts in one tensor and apart, vision and audio."""
 TABLE = families.read()
@@ -29,4 +32,29 @@ def test_a_row_is_what_the_models_do(family, name):
 def test_the_table_has_all_families_and_names_what_is_refused():
     assert list(TABLE) == families.ROWS
     unlike = {family for (family, _), cells in TABLE.items() if cells[3:5] != ["equal", "equal"]}
-    assert unlike == {*families.NOT_RUN, "hrm_text", "lara_mini", "sarvam_moe"}  # one tensor of the file is several
+    assert unlike == set(families.NOT_RUN)
+
+
+@pytest.mark.parametrize(
+    ("family", "stored"), [("hrm_text", "gqkv_proj"), ("lara_mini", "in_proj"), ("sarvam_moe", "query_key_value")]
+)
+def test_linears_of_one_tensor_are_the_same_by_every_route(family, stored, tmp_path):
+    dtype = families.make(family, dict(families.ROWS)[family], tmp_path / "dense")
+    auto = transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "dense")
+    loading = {"dtype": dtype, "quantization_config": families.nvfp4.NVFP4TensorConfig()}
+    auto.from_pretrained(tmp_path / "dense", **loading).save_pretrained(tmp_path / "saved")
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "folder", progress=False)
+    saved, folder = (content(tmp_path / each) for each in ("saved", "folder"))
+    assert saved.keys() == folder.keys()
+    unlike = {name for name in saved if saved[name] != folder[name]}
+    assert all(".mlp.gate." in name for name in unlike)  # transformers keeps routers in float32
+    only = compare(tmp_path / "dense", tmp_path / "folder", progress=False).only_in_a
+    assert all(".experts." in name for name in only)
+    for part in ("dense", "folder"):
+        loaded = checkpoints.load(auto.from_config(config, dtype=dtype), tmp_path / part, progress=False)
+        assert families.difference(loaded, auto.from_pretrained(tmp_path / part, dtype=dtype)) == "equal"
+    name = next(name for name in content(tmp_path / "dense") if name.endswith(f"{stored}.weight"))
+    edit(tmp_path / "dense", lambda tensors: tensors.update({name: tensors[name][:-1].contiguous()}))
+    with pytest.raises(ValueError, match=f"tensor {name}: expected shares .* of its rows"):
+        checkpoints.quantize(tmp_path / "dense", tmp_path / "none", progress=False)

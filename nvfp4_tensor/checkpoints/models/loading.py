@@ -23,7 +23,7 @@ from nvfp4_tensor.checkpoints.models.origins import (
     shape_of,
 )
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
-from nvfp4_tensor.checkpoints.wrappers import WeightOnly
+from nvfp4_tensor.checkpoints.wrappers import RowsApart, WeightOnly
 from nvfp4_tensor.dispatch.fp8 import FP8Tensor
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.quantization import NVFP4Linear
@@ -87,7 +87,7 @@ def load(
 
 def load_open(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, progress: bool = True) -> None:
     """Load an open checkpoint into a model, as :func:`load` does."""
-    slots, loaded = _slots(model), {}
+    slots, loaded, checkpoint = _slots(model), {}, RowsApart(checkpoint)
     plan = _plan(slots, checkpoint, strict, names_in_model(model, checkpoint.entries))
     name_of_file = "" if checkpoint.path is None else checkpoint.path.name
     for name, origin in tqdm(plan.items(), desc=f"loading {name_of_file}", unit="tensor", disable=not progress):
