@@ -147,16 +147,18 @@ def run(
         model = open_model(source, progress=progress)
         included = (*include, untie_head(model)) if head else include
         chosen = fitting.Chosen(model, exclude, included, to)
-        batches = training_batches(model, distill, src, tokens)
+        batches = training_batches(model, distill, src, tokens, progress=progress)
         state = dst.with_name(f"{dst.name}.distill")  # from which an interrupted run resumes
         fitting.fit_by_distillation(
             model, batches, spec, chosen, w4a16=w4a16, minutes=minutes or 10.0, folder=state, progress=progress
         )
         fitting.write_fitted(source, model, dst, to=to, head=head, progress=progress, **of_format)
         shutil.rmtree(state)
-        read = compare_models(
-            open_model(fitting.open_to_fit(src)), open_model(dst, src), batches[0].cpu().flatten(), progress=progress
+        dense, written = (
+            open_model(fitting.open_to_fit(src), progress=progress),
+            open_model(dst, src, progress=progress),
         )
+        read = compare_models(dense, written, batches[0].cpu().flatten(), progress=progress)
         return dataclasses.replace(Written.of(src, dst, time.perf_counter() - start), divergence=read.divergence)
     if calibrate is not None:
         check_is_new(dst, is_file=format_named(to).is_file)  # before minutes of calibration
@@ -189,9 +191,10 @@ def run(
     return Written.of(src, dst, time.perf_counter() - start, budget, routed)
 
 
-def training_batches(model: Any, text: Path | str, src: Path, tokens: int | None) -> list[Any]:
+def training_batches(model: Any, text: Path | str, src: Path, tokens: int | None, *, progress: bool) -> list[Any]:
     """Return windows of a text, or of one that the model writes, some at a time, and move the model to a GPU."""
     import torch
+    from tqdm import tqdm
 
     from nvfp4_tensor.checkpoints.models.opening import open_tokenizer, read_tokens, windows_of
     from nvfp4_tensor.quantization import generate_calibration_text
@@ -203,7 +206,11 @@ def training_batches(model: Any, text: Path | str, src: Path, tokens: int | None
         tokenizer = None
         with contextlib.suppress(ValueError):  # without one it writes no conversations
             tokenizer = open_tokenizer(src)
-        own = generate_calibration_text(model, tokens or 1 << 16, window=WINDOW, tokenizer=tokenizer)
-        return list(torch.cat(own).split(count))
+        steps = WINDOW - 1 if getattr(tokenizer, "chat_template", None) is None else None  # of messages: not known
+        with tqdm(total=steps, desc="writing text", unit="token", disable=not progress) as bar:
+            hook = model.register_forward_hook(lambda *_: bar.update() and None)
+            windows = generate_calibration_text(model, tokens or 1 << 16, window=WINDOW, tokenizer=tokenizer)
+            hook.remove()
+        return list(torch.cat(windows).split(count))
     ids = read_tokens(Path(text), open_tokenizer(src), tokens or 10_000_000)
     return windows_of(ids.to(model.device), WINDOW, count)

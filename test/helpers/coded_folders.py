@@ -41,3 +41,50 @@ def in_blocks(weight, height, width):
             codes[where] = (weight[where] / scale[i, j]).to(torch.float8_e4m3fn)
             values[where] = codes[where].float() * scale[i, j]
     return codes, scale, values
+
+
+GROUP = 32
+_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def packed(codes, dim):
+    """Return eight codes of 4 bits in each int32, along a dimension, the first one in the lowest bits."""
+    codes = codes.int().unflatten(dim, (-1, 8))
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32).view(-1, *[1] * (1 - dim))
+    return (codes << shifts).sum(dim + 1).int()
+
+
+def in_gptq(tensors):
+    """Return tensors with their projections in GPTQ's layout "gptq_v2", and with the values of these codes."""
+    return _in_integers(tensors, _gptq_parts)
+
+
+def in_awq(tensors):
+    """Return tensors with their projections in AWQ's layout "gemm", and with the values of these codes."""
+    return _in_integers(tensors, _awq_parts)
+
+
+def _in_integers(tensors, parts_of):
+    coded, decoded = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if "_proj" not in name:
+            continue
+        columns = weight.float().t().unflatten(0, (-1, GROUP))  # (groups, 32, N)
+        scale = ((columns.amax(1) - columns.amin(1)) / 15).half()
+        zero = (-columns.amin(1) / scale).round().clamp(0, 15)
+        codes = (columns / scale.unsqueeze(1) + zero.unsqueeze(1)).round().clamp(0, 15)
+        values = (codes - zero.unsqueeze(1)) * scale.unsqueeze(1).float()
+        decoded[name] = values.flatten(0, 1).t().bfloat16().contiguous()
+        del coded[name]
+        parts = {"scales": scale, **parts_of(codes.flatten(0, 1), zero)}
+        coded |= {name.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+    return coded, decoded
+
+
+def _gptq_parts(codes, zero):
+    return {"qweight": packed(codes, 0), "qzeros": packed(zero, 1), "g_idx": torch.arange(len(codes)).int() // GROUP}
+
+
+def _awq_parts(codes, zero):
+    reordered = [each.unflatten(1, (-1, 8))[..., _AWQ_ROWS].flatten(1) for each in (codes, zero)]
+    return {"qweight": packed(reordered[0], 1), "qzeros": packed(reordered[1], 1)}

@@ -1,14 +1,18 @@
 """``nvfp4 quantize`` against the library, and what ``--bits`` leaves dense."""
 
+import itertools
 import math
+import re
 import shutil
+import sys
 
 import pytest
 import torch
 from helpers.checkpoint_folders import edit, edit_json, same_files
-from helpers.coded_folders import in_fp8
+from helpers.coded_folders import in_awq, in_fp8, in_gptq
 from safetensors.torch import load_file, save_file
 
+import nvfp4_cli
 from nvfp4_cli import options
 from nvfp4_tensor import QuantizeSpec, ScaleSearch, checkpoints
 from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer
@@ -84,20 +88,43 @@ def test_calibrate_takes_the_largest_input(dense, text, tmp_path, run):
         assert checkpoint.linear(f"{name}.weight").input_scale.item() == (seen["amax"].float() / 2688).item()
 
 
-@pytest.mark.parametrize("how", [[], ["--gptq"], ["--bits", 8, "--w4a16"]], ids=["w4a4", "gptq", "bits"])
-def test_codes_of_another_quantization_are_calibrated_like_their_values(how, dense, text, tmp_path, run):
-    coded, decoded = in_fp8(load_file(dense / "model.safetensors"))
+CODES = {
+    "fp8": (in_fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "v_proj.weight_scale_inv"),
+    "gptq": (in_gptq, {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4}, "v_proj.scales"),
+    "awq": (in_awq, {"quant_method": "awq", "version": "gemm", "bits": 4}, "v_proj.scales"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, how, flags",
+    [
+        ("fp8", "--calibrate", []),
+        ("fp8", "--calibrate", ["--gptq"]),
+        ("fp8", "--distill", []),
+        ("gptq", "--calibrate", ["--bits", 8, "--w4a16"]),
+        ("gptq", "--distill", ["--w4a16"]),
+        ("awq", "--calibrate", ["--weighted"]),
+        ("awq", "--distill", []),
+    ],
+)
+def test_codes_of_another_quantization_are_fitted_like_their_values(kind, how, flags, dense, text, tmp_path, run):
+    coding, settings, scale = CODES[kind]
+    coded, decoded = coding(load_file(dense / "model.safetensors"))
     for name, tensors in {"coded": coded, "decoded": decoded}.items():
         shutil.copytree(dense, tmp_path / name)
         save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     edit_json(tmp_path / "coded/config.json", lambda config: config.update(quantization_config=settings))
+    given = [how, text, "--tokens", 64, *flags]
+    at_once = ["--minutes", 1e-9] if how == "--distill" else []  # no step, of which two runs take different numbers
     for name in ("coded", "decoded"):
-        run("quantize", tmp_path / name, tmp_path / f"{name}-out", "--calibrate", text, "--tokens", 64, *how)
+        run("quantize", tmp_path / name, tmp_path / f"{name}-out", *given, *at_once)
     assert same_files(tmp_path / "coded-out", tmp_path / "decoded-out")
-    name = "model.layers.1.self_attn.v_proj.weight_scale_inv"
-    edit(tmp_path / "coded", lambda tensors: tensors.update({name: torch.full((1, 1), torch.inf)}))
-    said = run("quantize", tmp_path / "coded", tmp_path / "no", "--calibrate", text, *how, status=1)
+    if at_once:
+        said = run("quantize", tmp_path / "coded", tmp_path / "trained", *given, "--minutes", 0.02, "--json")
+        assert (said["quantized"], said["w4a4"]) == (14, not flags) and 0 < said["divergence"] < 0.1
+    name = f"model.layers.1.self_attn.{scale}"
+    edit(tmp_path / "coded", lambda tensors: tensors.update({name: torch.full_like(tensors[name], torch.inf)}))
+    said = run("quantize", tmp_path / "coded", tmp_path / "no", *given, status=1)
     assert f"tensor {name}: expected finite numbers" in said and not (tmp_path / "no").exists()
 
 
@@ -155,3 +182,12 @@ def test_distill_writes_what_it_trained(source, flags, dense, text, tmp_path, ru
     }.items():
         assert why in run("quantize", dense, folder, *none, *more, status=2)
     assert "is the time of --distill" in run("quantize", dense, folder, "--minutes", 1, status=2)
+
+
+def test_distill_shows_its_progress(dense, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    given = [dense, tmp_path / "q", "--distill", "self", "--minutes", 1e-9, "--tokens", 64]
+    assert nvfp4_cli.main(["quantize", *map(str, given)]) == 0
+    bars = re.findall(r"([\w ]+): 100%", capsys.readouterr().err)
+    expected = ["loading dense", "writing text", "writing q", "loading dense", "loading q", "running"]
+    assert [name for name, _ in itertools.groupby(bars)] == expected

@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints.io.test_files import replaced
 from helpers.checkpoint_folders import at_call, dense_tensors, same_files, write_dense
-from helpers.coded_folders import in_fp8, write_coded
+from helpers.coded_folders import in_fp8, in_gptq, write_coded
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import Int8Tensor, PerRow
 
@@ -22,41 +22,13 @@ from nvfp4_tensor.checkpoints.io.safetensors import ShardFile
 from nvfp4_tensor.checkpoints.sources import coded
 from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
 
-GROUP = 32
-
-
-def packed(codes, dim):
-    """Eight codes of 4 bits in each int32 of GPTQ, along a dimension, the first one in the lowest bits."""
-    codes = codes.int().unflatten(dim, (-1, 8))
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32).view(-1, *[1] * (1 - dim))
-    return (codes << shifts).sum(dim + 1).int()
-
-
-def gptq_of(tensors):
-    """Weights in GPTQ's layout "gptq_v2", and the values of their codes."""
-    coded, decoded = {}, {}
-    for name, weight in tensors.items():
-        if "_proj" not in name:
-            coded[name] = decoded[name] = weight
-            continue
-        columns = weight.float().t().unflatten(0, (-1, GROUP))  # (groups, 32, N)
-        scale = ((columns.amax(1) - columns.amin(1)) / 15).half()
-        zero = (-columns.amin(1) / scale).round().clamp(0, 15)
-        codes = (columns / scale.unsqueeze(1) + zero.unsqueeze(1)).round().clamp(0, 15)
-        values = (codes - zero.unsqueeze(1)) * scale.unsqueeze(1).float()
-        decoded[name] = values.flatten(0, 1).t().bfloat16().contiguous()
-        module = name.removesuffix("weight")
-        coded |= {f"{module}qweight": packed(codes.flatten(0, 1), 0), f"{module}qzeros": packed(zero, 1)}
-        coded |= {f"{module}scales": scale, f"{module}g_idx": torch.arange(len(codes) * GROUP).int() // GROUP}
-    return coded, decoded
-
 
 @pytest.fixture(params=["gptq", "torchao"])
 def pair(request, tmp_path):
     """A folder of a small Llama in another quantization, and one with the values of its codes."""
     tensors = dense_tensors()
     if request.param == "gptq":
-        coded, decoded = gptq_of(tensors)
+        coded, decoded = in_gptq(tensors)
         write_coded(tmp_path / "coded", coded)
         (tmp_path / "coded/quantize_config.json").write_text(json.dumps({"checkpoint_format": "gptq_v2", "bits": 4}))
     else:
