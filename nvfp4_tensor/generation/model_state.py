@@ -18,11 +18,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nvfp4_tensor.quantization import NVFP4Linear
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _CAPTURING = "install_output_capuring_hook"
 """Transformers leaves such hooks in a model after hidden states were requested. They have no effect by themselves."""
-_LAYOUT = attrgetter("dtype", "shape")
+_EXPERTS = "_experts_implementation_internal"
+_DTYPE = attrgetter("dtype")
 CHANGING = ("dynamic", "longrope")
 """Types of rotary embeddings that depend on the length of the text."""
 _NOT_CALLED = ("__init__", "extra_repr", "reset_parameters")
@@ -36,10 +36,11 @@ class ModelState:
     """What the result of some modules depends on, in a few lists.
 
     The weights of a token drive a model's objects out of a processor's caches, so a comparison waits for memory: it
-    looks at each object once, in loops without bytecode. ``gc.get_referents`` lists the values of many dicts so.
+    touches each object once, in loops without bytecode, and of a module's own dict only what is not torch's.
+    ``gc.get_referents`` lists the values of many dicts so.
 
-    Parameters and buffers are compared by identity; dense ones also by address, and NVFP4 weights by their parts, since
-    Module.to() replaces the tensor inside a parameter, which stays the same object.
+    Parameters and buffers are compared by identity; dense ones also by what they show of which memory, and others by
+    their parts, since Module.to() replaces the tensor inside a parameter, which stays the same object.
 
     Args:
         modules: the modules by name, whose forwards a step replaces. Rotary embeddings that change themselves
@@ -49,53 +50,52 @@ class ModelState:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], hooked: Iterable[nn.Module], config: Any) -> None:
-        every = list(modules.values())
+        every, ours = list(modules.values()), {id(each) for each in hooked}
         still = [each for each in every if not changes_itself(each)]
         whole = [each for each in still if not isinstance(each, nn.Linear | PreTrainedModel)]
-        self._modules = every
-        self._types = list(map(type, every))
+        self._modules, self._types = every, list(map(type, every))
         functions = [(cls, name, each) for cls in set(self._types) for name, each in _functions_of(cls)]
         self._classes, self._names, self._functions = (list(each) for each in zip(*functions, strict=True))
-        others = {id(each) for each in (*hooked, *whole)}
-        self._dicts = [vars(each) for each in every if id(each) not in others]
         self._hooks = [h for each in every for h in (each._forward_hooks, each._forward_pre_hooks)]
         self._next_id = RemovableHandle.next_id
         self._hook_ids = list(chain.from_iterable(self._hooks))
+        seen = set(map(id, whole))
+        # A dict that lacks none of its values and has no more of them has no "forward" either.
+        self._dicts = [vars(each) for each in whole]
+        self._sizes = list(map(len, self._dicts))
+        self._others = [vars(each) for each in every if id(each) not in seen and id(each) not in ours]
         owners: list[dict[str, Any]] = [*(each._parameters for each in every), *(each._buffers for each in still)]
+        self._holders = [each for each in (*owners, *(each._modules for each in every)) if each]
         tensors = [each for owner in owners for each in owner.values() if each is not None]
-        self._quantized: list[Any] = [each for each in tensors if type(each) is NVFP4Tensor]
-        self._quantized_types = list(map(type, self._quantized))
-        self._dense = [each for each in tensors if type(each) is not NVFP4Tensor]
+        self._dense = [each for each in tensors if type(each.data) is Tensor]
+        self._parted: list[Any] = [each for each in tensors if type(each.data) is not Tensor]
+        self._parted_types = list(map(type, self._parted))
         # What a graph reads stays alive, even if the model has replaced it.
         self._kept = [each.detach() for each in self._dense]
-        self._places = self._current_places()
-        children: list[dict[str, Any]] = [each._modules for each in every]
-        self._holders = [each for each in (*children, *owners, *map(vars, whole)) if each]
+        self._dtypes = list(map(_DTYPE, self._dense))
+        named = [(each, name) for each in whole for name in vars(each) if name not in _OF_MODULES]
+        named += [(each, name) for each in still if isinstance(each, PreTrainedModel) for name in _attributes(each)]
+        self._attribute_dicts, self._attribute_names = [vars(each) for each, _ in named], [name for _, name in named]
         self._held = self._current_values()
         # Tensors of one element, whose == compares values. A graph reads the one that it was captured with.
         self._singles = [i for i, t in enumerate(self._held) if isinstance(t, Tensor) and t.numel() == 1]
         self._single = [self._held[i] for i in self._singles]
-        models = [each for each in still if isinstance(each, PreTrainedModel)]
-        pairs = [(vars(each), name) for each in models for name in _attributes(each)]
-        self._model_dicts, self._model_names = [d for d, _ in pairs], [name for _, name in pairs]
-        self._attributes = list(map(_copied, self._current_attributes()))
-        own = (each for module in whole for name, each in vars(module).items() if name not in _OF_MODULES)
+        own = (vars(each)[name] for each, name in named)
         self._containers = [each for each in own if isinstance(each, list | dict)]  # they may be changed in place
         self._contents = list(map(copy, self._containers))
         self._config = config
         configs = [config, *(vars(each).get("config", config) for each in every)]
-        self._configs = list({id(each): each for each in configs}.values())
-        self._values = [{name: _copied(value) for name, value in _values_of(each).items()} for each in self._configs]
-
-    def _current_places(self) -> list[Any]:
-        tensors = self._dense
-        return [*map(Tensor.data_ptr, tensors), *map(Tensor.stride, tensors), *map(_LAYOUT, tensors)]
+        self._configs = [_values_of(each) for each in {id(each): each for each in configs}.values()]
+        self._values = [
+            {name: copy(value) if isinstance(value, list | dict) else value for name, value in each.items()}
+            for each in self._configs
+        ]
 
     def _current_values(self) -> list[Any]:
-        return gc.get_referents(*self._holders, *map(vars, self._quantized))
-
-    def _current_attributes(self) -> list[Any]:
-        return list(map(dict.get, self._model_dicts, self._model_names))
+        """Return children, parameters, buffers, the parts of weights and constants, of which none was added."""
+        values = gc.get_referents(*self._holders, *map(vars, self._parted))
+        values += map(dict.get, self._attribute_dicts, self._attribute_names)
+        return values
 
     def _hold_hooks(self) -> bool:
         """Return whether no hook was added. A new hook increments a global id; without that, none is compared."""
@@ -105,50 +105,41 @@ class ModelState:
             self._next_id = RemovableHandle.next_id
         return True
 
-    def _hold_values(self) -> bool:
-        """Return whether modules have the same children, parameters, buffers and constants, and weights the parts."""
-        found = self._current_values()
-        return found == self._held and all(map(is_, map(found.__getitem__, self._singles), self._single))
+    def _hold_configs(self) -> bool:
+        """How experts are multiplied does not count: ``generate`` changes it for the time of a text."""
+        for found, held in zip(self._configs, self._values, strict=True):
+            if _EXPERTS in found:
+                held[_EXPERTS] = found[_EXPERTS]
+        return self._configs == self._values
 
     def holds(self, config: Any) -> bool:
         """Return whether nothing has changed: tensors and modules are identical, constants equal."""
         try:
+            found = self._current_values()
             return (
-                self._hold_values()
+                found == self._held
+                and all(map(is_, map(found.__getitem__, self._singles), self._single))
                 and list(map(type, self._modules)) == self._types
-                and list(map(type, self._quantized)) == self._quantized_types
+                and list(map(type, self._parted)) == self._parted_types
+                and list(map(len, self._dicts)) == self._sizes
+                and not any(map(contains, self._others, repeat("forward")))
                 and self._hold_hooks()
-                and not any(map(contains, self._dicts, repeat("forward")))
-                and self._current_places() == self._places
-                and self._current_attributes() == self._attributes
+                and all(map(Tensor.is_set_to, self._dense, self._kept))
+                and list(map(_DTYPE, self._dense)) == self._dtypes
                 and self._containers == self._contents
                 and list(map(getattr, self._classes, self._names, repeat(None))) == self._functions
                 and config is self._config
-                and list(map(_values_of, self._configs)) == self._values
+                and self._hold_configs()
                 and unsupported_process() is None
             )
-        except (
-            AttributeError,
-            KeyError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ):  # other tensors, whose == is elementwise
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # other tensors: == is elementwise
             return False
 
 
-def _copied(value: Any) -> Any:
-    """Return what to compare a value with later: lists and dicts may be changed in place."""
-    return copy(value) if isinstance(value, list | dict) else value
-
-
 def _values_of(config: Any) -> dict[str, Any]:
-    """Return the attributes of a config of transformers, whose own access takes microseconds each.
-
-    How experts are multiplied does not count: ``generate`` changes it for the time of a text.
-    """
+    """Return the attributes of a config of transformers, whose own access takes microseconds each."""
     found: dict[str, Any] = object.__getattribute__(config, "__dict__")
-    return {**found, "_experts_implementation_internal": None}
+    return found
 
 
 def changes_itself(module: nn.Module) -> bool:
