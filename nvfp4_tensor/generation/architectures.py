@@ -1,31 +1,33 @@
 """What one token passes through in a model of transformers: its weights, norms, rotations and constants, no kernels.
 
-:func:`~nvfp4_tensor.generation.families.describe` reads a model into these frozen dataclasses. Both native steps, on a
-CPU and on CUDA, compute what a description says.
+:func:`~nvfp4_tensor.generation.families.describe` reads a model into these dataclasses. Both native steps, on a CPU and
+on CUDA, compute what a description says.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nvfp4_tensor.ops.composite.decode_step import Routing
-from nvfp4_tensor.ops.composite.step import Activation
+from nvfp4_tensor.ops.composite.decode_step import KINDS, NUMBERS
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-
-__all__ = ["Activation", "Attention", "Block", "FeedForward", "Linear", "Mixture", "Model", "Norm", "Rotary", "Routing"]
 
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """x (B, K) @ weight (N, K)^T + bias (N,), with x times input_scale (K,) if there is one."""
+    """x (B, K) @ weight (N, K)^T + bias (N,), with x times input_scale (K,) if there is one.
+
+    Of experts weight is (experts, N, K), or (experts, K, N) if ``transposed``, and bias (experts, N).
+    """
 
     name: str
     weight: Tensor
     bias: Tensor | None
     input_scale: Tensor | None = None
+    transposed: bool = False
 
     @property
     def is_weight_only(self) -> bool:
@@ -57,6 +59,11 @@ class Norm:
     eps: float
     offset: float = 0.0
     rounds_before_weight: bool = True
+
+    @property
+    def constants(self) -> tuple[float, float, bool]:
+        """What operators take of it besides the weight."""
+        return self.eps, self.offset, self.rounds_before_weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,94 +108,28 @@ class Rotary:
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
-    """o(attention(q, k, v)), causal, with the keys and values of earlier tokens.
-
-    Attributes:
-        qkv: the linears of q, k and v, or one that returns all three in this order, heads * head_dim elements and twice
-            kv_heads * head_dim.
-        scaling: factor of the products of queries and keys.
-        rotary: index into ``Model.rotaries``; None: this layer has no rotary embedding.
-        window: a token attends to itself and the ``window - 1`` tokens before it; 0: to all.
-        softcap: c of c * tanh(score / c), 0 for none.
-        q_norm, k_norm: norms before the rotation, of head_dim elements each, or with ``norms_span_heads`` of all.
-        sinks: (heads,), scores that take part in the softmax and have no value; None for none.
-    """
-
-    qkv: tuple[Linear, ...]
-    o: Linear
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scaling: float
-    rotary: int | None
-    window: int = 0
-    softcap: float = 0.0
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
-    norms_span_heads: bool = False
-    sinks: Tensor | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class FeedForward:
-    """down(round(activation(gate(x))) * up(x)).
-
-    Attributes:
-        gate_up: the linears of gate and up, or one that returns them in this order.
-    """
-
-    gate_up: tuple[Linear, ...]
-    down: Linear
-    activation: Activation
-
-
-@dataclass(frozen=True, eq=False)
-class Mixture:
-    """A mixture of experts: each token is the weighted sum of ``top_k`` experts' outputs.
-
-    Attributes:
-        router_module: its router, from (B, D) to a tuple of scores, weights and indices of experts (B, top_k).
-        experts: its experts, a module with the weights below.
-        router: (experts, D) and its bias.
-        routing: how scores become weights of experts.
-        gate_up: (experts, 2 I, D), or (experts, D, 2 I) if ``transposed``: outputs of the gate, then of up
-            (alternating for ``Activation.CLAMPED_GLU``).
-        down: (experts, D, I), or (experts, I, D) if ``transposed``.
-        gate_up_bias, down_bias: (experts, 2 I) and (experts, D), or None.
-        alpha, limit: constants of ``Activation.CLAMPED_GLU``.
-    """
-
-    name: str
-    router_module: nn.Module
-    experts: nn.Module
-    router: Linear
-    top_k: int
-    routing: Routing
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-    transposed: bool
-    activation: Activation
-    alpha: float = 0.0
-    limit: float = 0.0
-
-
-@dataclass(frozen=True, eq=False)
 class Block:
-    """x = x + m * post_attention(attention(pre_attention(x))), then likewise for the feed-forward, norms where given.
+    """Attention and feed-forward of a layer: a row of the table of ``ops/composite/decode_step.py``, by name.
 
-    ``residual_multiplier`` m is a float: its product is rounded, then the sum.
+    Attributes:
+        parts: what is present of PARTS. A bias is its linear's; the matrices of experts are one linear each.
+        kinds, numbers: those of KINDS and NUMBERS, but for what follows from the parts.
+        experts: transformers' router and experts of a mixture, modules with the weights of the parts, or None.
     """
 
-    pre_attention: Norm | None
-    attention: Attention
-    post_attention: Norm | None
-    pre_feed_forward: Norm | None
-    feed_forward: FeedForward | Mixture
-    post_feed_forward: Norm | None
-    residual_multiplier: float = 1.0
+    parts: dict[str, Any] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    numbers: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NUMBERS, 0.0))
+    experts: tuple[nn.Module, nn.Module] | None = None
+
+    def linears(self, *names: str) -> tuple[Linear, ...]:
+        """Return those of some linears that are present: one may be in the place of several."""
+        return tuple(self.parts[name] for name in names if name in self.parts)
+
+    @property
+    def norms(self) -> list[Norm]:
+        """All norms."""
+        return [each for each in self.parts.values() if isinstance(each, Norm)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,19 +17,18 @@ from torch import Tensor, nn
 from transformers import activations
 
 from nvfp4_tensor.generation.architectures import (
-    Activation,
-    Attention,
     Block,
-    FeedForward,
     Linear,
-    Mixture,
     Model,
     Norm,
     Rotary,
-    Routing,
 )
 from nvfp4_tensor.generation.model_state import CHANGING
+from nvfp4_tensor.ops.composite.decode_step import Routing
+from nvfp4_tensor.ops.composite.step import Activation
 from nvfp4_tensor.quantization.linear import PRE_SCALE
+
+_NORMS = ("norm_before_attention", "norm_after_attention", "norm_before_feed_forward", "norm_after_feed_forward")
 
 
 def _no_window(config: Any, index: int) -> int:
@@ -54,7 +53,7 @@ class Family:
         window: the window of layer i by its config.
         offset, rounds_before_weight: of its norms, see :class:`Norm`.
         norms: the names of a layer's norms before and after attention, before and after the feed-forward, "" for none.
-        q_k_norms: "" for none, "head" over each head, "all" over all heads.
+        has_q_k_norms: over each head, or over all (see the size of their weights).
         wide_rotary: see :class:`Rotary`.
         softcaps: the config has soft caps of attention and logits.
         router: the name of the router in the feed-forward of mixtures.
@@ -67,7 +66,7 @@ class Family:
     offset: float = 0.0
     rounds_before_weight: bool = True
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    q_k_norms: str = ""
+    has_q_k_norms: bool = False
     wide_rotary: bool = False
     attention_softcap: bool = False
     logits_softcap: bool = False
@@ -83,24 +82,24 @@ FAMILIES: dict[str, Family] = {
     "llama": Family("Llama"),
     "mistral": Family("Mistral", window=_window_of_all),
     "qwen2": Family("Qwen2", window=_window_by_type),
-    "qwen3": Family("Qwen3", window=_window_by_type, q_k_norms="head"),
+    "qwen3": Family("Qwen3", window=_window_by_type, has_q_k_norms=True),
     "gemma2": Family(
         "Gemma2", window=_window_by_type, offset=1.0, rounds_before_weight=False, norms=_GEMMA_NORMS,
         attention_softcap=True, logits_softcap=True,
     ),
     "gemma3": Family(
         "Gemma3", "TextModel", window=_window_by_type, offset=1.0, rounds_before_weight=False, norms=_GEMMA_NORMS,
-        q_k_norms="head", logits_softcap=True,
+        has_q_k_norms=True, logits_softcap=True,
     ),
     "phi3": Family("Phi3", window=_window_of_all),
     "smollm3": Family("SmolLM3", window=_window_by_type),
     "olmo2": Family(
-        "Olmo2", rounds_before_weight=False, q_k_norms="all", wide_rotary=True,
+        "Olmo2", rounds_before_weight=False, has_q_k_norms=True, wide_rotary=True,
         norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     ),
     "granite": Family("Granite"),
     "mixtral": Family("Mixtral", window=_window_of_all, router="gate"),
-    "qwen3_moe": Family("Qwen3Moe", window=_window_of_all, q_k_norms="head", router="gate"),
+    "qwen3_moe": Family("Qwen3Moe", window=_window_of_all, has_q_k_norms=True, router="gate"),
     "gpt_oss": Family(
         "GptOss", window=_window_by_type, rounds_before_weight=False, router="router", clamped_experts=True
     ),
@@ -217,27 +216,27 @@ class _Reader:
     def _block(self, index: int, layer: Any) -> Block:
         name = f"model.layers.{index}"
         self.own(name, layer, "DecoderLayer")
-        norms = [self._norm(f"{name}.{each}", getattr(layer, each)) if each else None for each in self.family.norms]
         for each in ("resid_attn_dropout", "resid_mlp_dropout"):
             dropout = getattr(layer, each, None)
             if dropout is not None and not (type(dropout) is nn.Dropout and not (dropout.training and dropout.p)):
                 raise ValueError(f"{name}.{each} is not a dropout in evaluation mode: call model.eval() first")
-        return Block(
-            pre_attention=norms[0],
-            attention=self._attention(f"{name}.self_attn", layer.self_attn, index),
-            post_attention=norms[1],
-            pre_feed_forward=norms[2],
-            feed_forward=self._feed_forward(f"{name}.mlp", layer.mlp),
-            post_feed_forward=norms[3],
-            residual_multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
-        )
+        block = Block(experts=self._experts(f"{name}.mlp", layer.mlp))
+        norms = zip(_NORMS, self.family.norms, strict=True)
+        block.parts.update((part, self._norm(f"{name}.{own}", getattr(layer, own))) for part, own in norms if own)
+        block.numbers["residual"] = float(getattr(layer, "residual_multiplier", 1.0))
+        self._read_attention(block, f"{name}.self_attn", layer.self_attn, index)
+        if block.experts is None:
+            self._read_feed_forward(block, f"{name}.mlp", layer.mlp)
+        else:
+            self._read_mixture(block, f"{name}.mlp", *block.experts)
+        return block
 
     def _norm(self, name: str, module: Any) -> Norm:
         self.own(name, module, "RMSNorm")
         eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
         return Norm(name, module.weight, float(eps), self.family.offset, self.family.rounds_before_weight)
 
-    def _attention(self, name: str, module: Any, index: int) -> Attention:
+    def _read_attention(self, block: Block, name: str, module: Any, index: int) -> None:
         self.own(name, module, "Attention")
         if module.layer_idx != index or module.config != self.config:
             raise ValueError(f"{name} has layer_idx {module.layer_idx}, or another config than the model")
@@ -245,34 +244,30 @@ class _Reader:
             raise ValueError(f"{name} is not causal, which decode_natively does not support")
         if module.training and module.attention_dropout:
             raise ValueError(f"{name} has attention dropout in training mode: call model.eval() first")
-        names = ("qkv_proj",) if hasattr(module, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-        qkv = tuple(_linear(f"{name}.{each}", getattr(module, each)) for each in names)
-        o, dim = _linear(f"{name}.o_proj", module.o_proj), module.head_dim
-        heads = o.weight.shape[1] // dim
+        fused, dim = hasattr(module, "qkv_proj"), module.head_dim
+        names = {"q": "qkv_proj"} if fused else {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+        for part, own in (names | {"o": "o_proj"}).items():
+            block.parts[part] = _linear(f"{name}.{own}", getattr(module, own))
+        heads = block.parts["o"].weight.shape[1] // dim
         kv_heads = heads // module.num_key_value_groups
-        if sum(each.weight.shape[0] for each in qkv) != (heads + 2 * kv_heads) * dim:
+        if sum(each.weight.shape[0] for each in block.linears(*names)) != (heads + 2 * kv_heads) * dim:
             raise ValueError(f"{name}: the sizes of q, k and v do not fit {heads} and {kv_heads} heads of {dim}")
-        norms = [self._norm(f"{name}.{n}", getattr(module, n)) for n in ("q_norm", "k_norm") if self.family.q_k_norms]
-        q_norm, k_norm = norms or (None, None)
-        return Attention(
-            qkv=qkv,
-            o=o,
+        for part in ("q_norm", "k_norm") if self.family.has_q_k_norms else ():
+            block.parts[part] = self._norm(f"{name}.{part}", getattr(module, part))
+        if (sinks := getattr(module, "sinks", None)) is not None:
+            block.parts["sinks"] = sinks
+        block.kinds.update(
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=dim,
-            scaling=float(module.scaling),
-            rotary=self._rotary_of(module, index),
+            dim=dim,
             window=self.family.window(self.config, index),
-            softcap=self._softcap(name, module),
-            q_norm=q_norm,
-            k_norm=k_norm,
-            norms_span_heads=self.family.q_k_norms == "all",
-            sinks=getattr(module, "sinks", None),
+            rotary=self._rotary_of(module, index),
         )
+        block.numbers.update(scaling=float(module.scaling), softcap=self._softcap(name, module))
 
-    def _rotary_of(self, attention: Any, index: int) -> int | None:
+    def _rotary_of(self, attention: Any, index: int) -> int:
         if not getattr(attention, "use_rope", True):
-            return None
+            return -1
         kinds = list(self.rotaries)
         return 0 if kinds == [None] else kinds.index(self.config.layer_types[index])
 
@@ -285,43 +280,40 @@ class _Reader:
             )
         return softcap or 0.0
 
-    def _feed_forward(self, name: str, module: Any) -> FeedForward | Mixture:
-        if self.family.router and hasattr(module, "experts"):
-            return self._mixture(name, module)
+    def _read_feed_forward(self, block: Block, name: str, module: Any) -> None:
         self.own(name, module, "MLP")
-        activation = _activation(name, getattr(module, "activation_fn", None) or module.act_fn)
-        names = ("gate_up_proj",) if hasattr(module, "gate_up_proj") else ("gate_proj", "up_proj")
-        gate_up = tuple(_linear(f"{name}.{each}", getattr(module, each)) for each in names)
-        return FeedForward(gate_up, _linear(f"{name}.down_proj", module.down_proj), activation)
+        block.kinds["activation"] = _activation(name, getattr(module, "activation_fn", None) or module.act_fn)
+        fused = hasattr(module, "gate_up_proj")
+        names = {"gate": "gate_up_proj"} if fused else {"gate": "gate_proj", "up": "up_proj"}
+        for part, own in (names | {"down": "down_proj"}).items():
+            block.parts[part] = _linear(f"{name}.{own}", getattr(module, own))
 
-    def _mixture(self, name: str, module: Any) -> Mixture:
-        clamped = self.family.clamped_experts
-        self.own(name, module, "MLP" if clamped else "SparseMoeBlock")
-        router = self.own(f"{name}.{self.family.router}", getattr(module, self.family.router), "TopKRouter")
-        experts = self.own(f"{name}.experts", module.experts, "Experts")
+    def _experts(self, name: str, module: Any) -> tuple[nn.Module, nn.Module] | None:
+        """Return the router and the experts of a mixture, None for another feed-forward."""
+        if not (self.family.router and hasattr(module, "experts")):
+            return None
+        self.own(name, module, "MLP" if self.family.clamped_experts else "SparseMoeBlock")
         if module.training and getattr(module, "jitter_noise", 0):
             raise ValueError(f"{name} has router jitter in training mode: call model.eval() first")
+        router = self.own(f"{name}.{self.family.router}", getattr(module, self.family.router), "TopKRouter")
+        return router, self.own(f"{name}.experts", module.experts, "Experts")
+
+    def _read_mixture(self, block: Block, name: str, router: Any, experts: Any) -> None:
+        clamped = self.family.clamped_experts
         routing = Routing.OF_CHOSEN if clamped else Routing(0)
         if not clamped and getattr(router, "norm_topk_prob", True):
             routing |= Routing.NORMALIZED
         if self.family.name != "Mixtral":
             routing |= Routing.ROUNDED
-        return Mixture(
-            name=name,
-            router_module=router,
-            experts=experts,
-            router=Linear(f"{name}.{self.family.router}", router.weight, getattr(router, "bias", None)),
-            top_k=router.top_k,
-            routing=routing,
-            gate_up=experts.gate_up_proj,
-            down=experts.down_proj,
-            gate_up_bias=getattr(experts, "gate_up_proj_bias", None),
-            down_bias=getattr(experts, "down_proj_bias", None),
-            transposed=clamped,
-            activation=Activation.CLAMPED_GLU if clamped else _activation(name, experts.act_fn),
-            alpha=float(experts.alpha) if clamped else 0.0,
-            limit=float(experts.limit) if clamped else 0.0,
-        )
+        bias = getattr(router, "bias", None)
+        block.parts["router"] = Linear(f"{name}.{self.family.router}", router.weight, bias)
+        for part, own in (("gate", "gate_up_proj"), ("down", "down_proj")):
+            bias = getattr(experts, f"{own}_bias", None)
+            block.parts[part] = Linear(f"{name}.experts.{own}", getattr(experts, own), bias, transposed=clamped)
+        activation = Activation.CLAMPED_GLU if clamped else _activation(name, experts.act_fn)
+        block.kinds.update(chosen=router.top_k, routing=routing, activation=activation)
+        if clamped:
+            block.numbers.update(alpha=float(experts.alpha), limit=float(experts.limit))
 
 
 def _linear(name: str, module: Any) -> Linear:

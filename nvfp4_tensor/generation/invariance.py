@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.generation.architectures import Mixture
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.fixed_cache import FixedCache
 from nvfp4_tensor.generation.plan import Plan
@@ -45,7 +44,7 @@ def _reason(plan: Plan) -> str | None:
         return f"the model has no native step{'' if plan.reason is None else ': ' + plan.reason}"
     if plan.changing_rotaries:
         return "rotary embeddings depend on the longest text of a batch (rope_type dynamic or longrope)"
-    if not plan.takes_one_operator and any(isinstance(each.feed_forward, Mixture) for each in plan.description.blocks):
+    if not plan.takes_one_operator and any(each.experts is not None for each in plan.description.blocks):
         return "on a GPU the product of an expert depends on how many tokens of the batch choose it"
     for name, each in plan.model.named_parameters():
         if isinstance(each, NVFP4Tensor):

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nvfp4_tensor.generation.architectures import Mixture, Model, Rotary
+from nvfp4_tensor.generation.architectures import Model, Rotary
 from nvfp4_tensor.generation.cache_argument import cache_argument
-from nvfp4_tensor.generation.cpu_arguments import CpuLayers
 from nvfp4_tensor.generation.families import FAMILIES, describe, family_of
 from nvfp4_tensor.generation.fixed_cache import (
     FixedCache,
@@ -22,7 +21,7 @@ from nvfp4_tensor.generation.fixed_cache import (
     slides,
     static_view,
 )
-from nvfp4_tensor.generation.fused_layers import FusedLayers
+from nvfp4_tensor.generation.fused_layers import CpuLayers, FusedLayers
 from nvfp4_tensor.generation.model_state import ModelState, check_known, check_modules, unsupported_reason
 from nvfp4_tensor.generation.prompt import ShortPrompts, fits, make_room, read
 from nvfp4_tensor.generation.ring import Place
@@ -144,7 +143,7 @@ class Plan:
     def _rows_are_independent(self) -> bool:
         """Return whether tokens behind a prompt cost and change nothing: no scales of several tokens, no experts."""
         assert self.description is not None
-        if self.changing_rotaries or any(isinstance(each.feed_forward, Mixture) for each in self.description.blocks):
+        if self.changing_rotaries or any(each.experts is not None for each in self.description.blocks):
             return False
         parameters = list(self.model.parameters())
         return all(each.activation_spec is None for each in parameters if isinstance(each, NVFP4Tensor)) and all(
@@ -162,7 +161,7 @@ class Plan:
             return True
         if self._layers is None or self.description is None:
             return False
-        return slides(cache, position, [each.attention.window for each in self.description.blocks])
+        return slides(cache, position, [each.kinds["window"] for each in self.description.blocks])
 
     @property
     def reads_codes(self) -> bool:
@@ -170,7 +169,7 @@ class Plan:
         return (
             self._layers is None
             and self.description is not None
-            and not any(each.attention.window or each.attention.sinks is not None for each in self.description.blocks)
+            and not any(each.kinds["window"] or "sinks" in each.parts for each in self.description.blocks)
         )
 
     def bind(self, cache: Any, padded: bool, texts: slice | None = None) -> NativeStep | OwnStep:
@@ -283,9 +282,9 @@ def _describe(model: Any, modules: dict[str, nn.Module]) -> Model:
     _check_layers(model.model)
     check_known(modules, type(model).__module__)
     check_modules(modules, (model,))
-    norms = [norm for block in description.blocks for norm in (block.pre_attention, block.pre_feed_forward)]
-    linears = [each for block in description.blocks for each in (*block.attention.qkv, block.attention.o)]
-    found = {each.weight.dtype for each in (*linears, *norms, description.norm) if each is not None}
+    names = ("norm_before_attention", "norm_before_feed_forward", "q", "k", "v", "o")
+    read = [each for block in description.blocks for each in block.linears(*names)]
+    found = {each.weight.dtype for each in (*read, description.norm)}
     if len(found) != 1 or not found <= set(DTYPES):
         kinds = ", ".join(sorted(map(str, found)))
         raise ValueError(f"the native step needs a bfloat16 or float16 model, and this one has {kinds}")

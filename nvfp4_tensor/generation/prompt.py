@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.generation.architectures import Attention, Model
+from nvfp4_tensor.generation.architectures import Block, Model
 from nvfp4_tensor.generation.capture import captured
 from nvfp4_tensor.generation.fixed_cache import FixedCache, buffers_of
-from nvfp4_tensor.generation.token_step import Rotation, Sum, TokenStep
+from nvfp4_tensor.generation.token_step import Rotation, Sum, TokenStep, head_norms, rotation_of
 from nvfp4_tensor.ops.composite.step import normed_and_rotated
 
 SHORT = 512
@@ -31,7 +31,7 @@ KINDS = 16
 
 def fits(model: Model) -> bool:
     """Return whether torch's attention is that of all blocks: without soft caps and sinks."""
-    return all(not each.attention.softcap and each.attention.sinks is None for each in model.blocks)
+    return all(not each.numbers["softcap"] and "sinks" not in each.parts for each in model.blocks)
 
 
 class Prompt:
@@ -50,26 +50,21 @@ class Prompt:
         self.rotations = [tuple(t.expand(self.batch, -1, -1).flatten(0, 1) for t in pair) for pair in rotations]
         self._masks: dict[int, Tensor | None] = {}
 
-    def attend(self, layer: int, attention: Attention, qkv: Tensor) -> Tensor:
+    def attend(self, layer: int, block: Block, qkv: Tensor) -> Tensor:
         """Append keys and values, and return what queries attend to (B * T, heads * head_dim)."""
-        heads, kv_heads, dim = attention.heads, attention.kv_heads, attention.head_dim
-        cos, sin = (None, None) if attention.rotary is None else self.rotations[attention.rotary]
-        norms = attention.q_norm, attention.k_norm
-        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
-        norm = norms[0]
-        how = (0.0, 0.0, True) if norm is None else (norm.eps, norm.offset, norm.rounds_before_weight)
-        parts = normed_and_rotated(qkv, q_weight, k_weight, how, cos, sin, (heads, kv_heads, dim))
+        heads, kv_heads, dim = (block.kinds[name] for name in ("heads", "kv_heads", "dim"))
+        parts = normed_and_rotated(qkv, *head_norms(block), *rotation_of(block, self.rotations), heads, kv_heads, dim)
         q, k, v = (t.view(self.batch, self.count, -1, dim).transpose(1, 2) for t in parts)
         last = self.first + self.count
         for buffer, new in ((self.keys[layer], k), (self.values[layer], v)):
             buffer[:, :, self.first : last] = new
-        mask = self._mask(attention.window)
+        mask = self._mask(block.kinds["window"])
         if self.first:
             k, v = self.keys[layer][:, :, :last], self.values[layer][:, :, :last]
         if mask is not None and heads != kv_heads:
             k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))  # no fast kernel has both
         y = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=attention.scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q, k, v, mask, is_causal=mask is None, scale=block.numbers["scaling"], enable_gqa=q.shape[1] != k.shape[1]
         )
         return y.transpose(1, 2).reshape(self.batch * self.count, heads * dim)
 
@@ -220,7 +215,6 @@ def make_room(cache: FixedCache, model: Model, batch: int, length: int) -> None:
     """Give all layers of a cache buffers for ``length`` tokens of each text."""
     for layer, block in zip(cache.layers, model.blocks, strict=True):
         if not layer.is_initialized:
-            attention, like = block.attention, model.embedding
-            new = like.new_empty(1).expand(batch, attention.kv_heads, length, attention.head_dim)
+            new = model.embedding.new_empty(1).expand(batch, block.kinds["kv_heads"], length, block.kinds["dim"])
             layer.lazy_initialization(new, new)
         layer.reserve(length)  # their capacities may differ

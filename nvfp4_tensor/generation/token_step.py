@@ -20,15 +20,13 @@ import torch
 from torch import Tensor
 from transformers.integrations import moe
 
-from nvfp4_tensor.generation.architectures import Attention, Block, FeedForward, Linear, Mixture, Model, Norm
+from nvfp4_tensor.generation.architectures import Block, Linear, Model, Norm
+from nvfp4_tensor.generation.fused_layers import Rotation
 from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, Place
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import TILE_ROWS
 from nvfp4_tensor.quantization.linear import pre_scaled
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-
-Rotation = tuple[Tensor, Tensor]
-"""cos and sin (1 or B, rotary)."""
 
 
 class Sum(NamedTuple):
@@ -40,8 +38,8 @@ class Sum(NamedTuple):
     multiplier: float = 1.0
 
 
-Attend = Callable[[int, Attention, Tensor], Tensor]
-"""From a layer's index, its attention, and q, k and v of rows to what they attend to (rows, heads * head_dim)."""
+Attend = Callable[[int, Block, Tensor], Tensor]
+"""From a layer's index, its block, and q, k and v of rows to what they attend to (rows, heads * head_dim)."""
 
 
 class TokenStep:
@@ -81,8 +79,8 @@ class TokenStep:
         if fused is not None:
             return self._capped(self.plain_head(fused(x, place, rotations, keys, values)))
 
-        def attend_one(layer: int, attention: Attention, qkv: Tensor) -> Tensor:
-            return attend(attention, qkv, place, rotations, keys[layer], values[layer])
+        def attend_one(layer: int, block: Block, qkv: Tensor) -> Tensor:
+            return attend(block, qkv, place, rotations, keys[layer], values[layer])
 
         return self.logits(self.blocks_of(x, attend_one))
 
@@ -115,22 +113,31 @@ class _Block:
     """Attention and feed-forward of one block."""
 
     def __init__(self, block: Block, is_fp8: bool) -> None:
+        parts, activation = block.parts, block.kinds["activation"]
         self.block = block
-        self.qkv = norm_project(block.pre_attention, block.attention.qkv, -1, is_fp8)
-        self.o = project((block.attention.o,), is_fp8)
-        self.feed_forward = _feed_forward(block.pre_feed_forward, block.feed_forward, is_fp8)
+        self.qkv = norm_project(parts.get("norm_before_attention"), block.linears("q", "k", "v"), -1, is_fp8)
+        self.o = project(block.linears("o"), is_fp8)
+        self.after_attention, self.after_feed_forward = (
+            parts.get(f"norm_after_{name}") for name in ("attention", "feed_forward")
+        )
+        norm = parts.get("norm_before_feed_forward")
+        if block.experts is not None:
+            self.hidden = functools.partial(_mixture, norm, *block.experts)
+            self.down = None
+        else:
+            self.hidden = norm_project(norm, block.linears("gate", "up"), activation, is_fp8)
+            self.down = project(block.linears("down"), is_fp8)
 
-    def __call__(self, total: Sum, attend: Callable[[Attention, Tensor], Tensor]) -> Sum:
+    def __call__(self, total: Sum, attend: Callable[[Block, Tensor], Tensor]) -> Sum:
         """Return the sum after the block; total: the one before it."""
-        block = self.block
+        residual = self.block.numbers["residual"]
         qkv, x = self.qkv(total)
-        attended = self.o(attend(block.attention, qkv))
-        y, x = self.feed_forward(Sum(attended, x, block.post_attention, block.residual_multiplier))
-        return Sum(y, x, block.post_feed_forward, block.residual_multiplier)
+        y, x = self.hidden(Sum(self.o(attend(self.block, qkv)), x, self.after_attention, residual))
+        return Sum(y if self.down is None else self.down(y), x, self.after_feed_forward, residual)
 
 
 def attend(
-    attention: Attention,
+    block: Block,
     qkv: Tensor,
     place: Place,
     rotations: Sequence[Rotation],
@@ -138,43 +145,36 @@ def attend(
     values: Buffer,
 ) -> Tensor:
     """Return the attention (B, heads * head_dim) of one token per row, whose keys and values are appended."""
-    cos, sin = (None, None) if attention.rotary is None else rotations[attention.rotary]
-    q_norm, k_norm = attention.q_norm, attention.k_norm
-    constants = (0.0, 0.0, True) if q_norm is None else _constants(q_norm)
-    before = (qkv, _weight(q_norm), _weight(k_norm), *constants, cos, sin)
+    kinds, scaling, softcap = block.kinds, block.numbers["scaling"], block.numbers["softcap"]
+    before = (qkv, *head_norms(block), *rotation_of(block, rotations))
     if isinstance(keys, GraphBuffers):
-        return keys.attend(keys.place(before, place, attention.heads), place, attention.scaling, attention.softcap)
+        return keys.attend(keys.place(before, place, kinds["heads"]), place, scaling, softcap)
     attended: Tensor = torch.ops.nvfp4.attend_one(
-        *before, keys, values, place.position, attention.heads, attention.scaling, attention.window, attention.softcap,
-        attention.sinks, place.starts,
+        *before, keys, values, place.position, kinds["heads"], scaling, kinds["window"], softcap,
+        block.parts.get("sinks"), place.starts,
     )  # fmt: skip
     return attended
 
 
-def _feed_forward(
-    norm: Norm | None, layer: FeedForward | Mixture, is_fp8: bool
-) -> Callable[[Sum], tuple[Tensor, Tensor]]:
-    """Return a function from the sum before a feed-forward to its output and the value of the sum, both (B, D)."""
-    if isinstance(layer, Mixture):
-        return functools.partial(_mixture, norm, layer)
-    gate_up = norm_project(norm, layer.gate_up, int(layer.activation), is_fp8)
-    down = project((layer.down,), is_fp8)
-
-    def run(total: Sum) -> tuple[Tensor, Tensor]:
-        y, x = gate_up(total)
-        return down(y), x
-
-    return run
+def head_norms(block: Block) -> tuple[Tensor | None, Tensor | None, float, float, bool]:
+    """Return the weights of the norms of queries and keys, and their constants."""
+    q_norm, k_norm = block.parts.get("q_norm"), block.parts.get("k_norm")
+    return _weight(q_norm), _weight(k_norm), *((0.0, 0.0, True) if q_norm is None else q_norm.constants)
 
 
-def _mixture(norm: Norm | None, mixture: Mixture, total: Sum) -> tuple[Tensor, Tensor]:
+def rotation_of(block: Block, rotations: Sequence[Rotation]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the rotation of a block, None for none."""
+    return (None, None) if block.kinds["rotary"] < 0 else rotations[block.kinds["rotary"]]
+
+
+def _mixture(norm: Norm | None, router: Any, experts: Any, total: Sum) -> tuple[Tensor, Tensor]:
     """Run the router, and the experts by transformers' grouped products, which read no value on the host.
 
     ``generate`` of transformers switches to products that copy the chosen experts' weights, and back after a text.
     """
     normed, x = add_and_norm(total, norm)
-    _, weights, indices = mixture.router_module(normed)
-    return moe.grouped_mm_experts_forward(mixture.experts, normed, indices, weights), x
+    _, weights, indices = router(normed)
+    return moe.grouped_mm_experts_forward(experts, normed, indices, weights), x
 
 
 def norm_project(
@@ -205,10 +205,10 @@ def _norm_linears(
     activation: int,
     total: Sum,
 ) -> tuple[Tensor, Tensor]:
-    if total.first is not None and _constants(total.first) != _constants(norm):
+    if total.first is not None and total.first.constants != norm.constants:
         total = Sum(add_and_norm(total, None)[1])
     y, x = torch.ops.nvfp4.norm_linears(
-        total.x, total.residual, norm.weight, *_constants(norm), total.multiplier, _weight(total.first),
+        total.x, total.residual, norm.weight, *norm.constants, total.multiplier, _weight(total.first),
         *parts, biases, activation,
     )  # fmt: skip
     return y, x if x.numel() else total.x  # empty: it would equal x
@@ -289,9 +289,9 @@ def _parts(linears: Sequence[Linear]) -> tuple[list[list[Tensor]], list[Tensor]]
 def add_and_norm(total: Sum, norm: Norm | None) -> tuple[Tensor, Tensor]:
     """Return the norm of a sum, and the sum; the sum for both if ``norm`` is None."""
     x, residual, first, multiplier = total
-    if first is not None and norm is not None and _constants(first) != _constants(norm):
+    if first is not None and norm is not None and first.constants != norm.constants:
         return add_and_norm(Sum(add_and_norm(total, None)[1]), norm)
-    constants = next((_constants(each) for each in (norm, first) if each is not None), None)
+    constants = next((each.constants for each in (norm, first) if each is not None), None)
     if constants is None:
         x = x * multiplier if multiplier != 1.0 else x
         x = x if residual is None else residual + x
@@ -303,7 +303,3 @@ def add_and_norm(total: Sum, norm: Norm | None) -> tuple[Tensor, Tensor]:
 
 def _weight(norm: Norm | None) -> Tensor | None:
     return None if norm is None else norm.weight
-
-
-def _constants(norm: Norm) -> tuple[float, float, bool]:
-    return norm.eps, norm.offset, norm.rounds_before_weight

@@ -12,8 +12,8 @@ from helpers.texts import relative_error
 from helpers.tiny_models import WINDOW, tiny_model
 from transformers import StaticCache
 
-from nvfp4_tensor.generation.cpu_arguments import flatten
 from nvfp4_tensor.generation.families import FAMILIES, describe
+from nvfp4_tensor.generation.fused_layers import flatten
 from nvfp4_tensor.generation.ring import Place
 from nvfp4_tensor.generation.token_step import TokenStep
 
@@ -35,8 +35,8 @@ def test_a_step_equals_the_models_forward(family, changes):
     """In float32, where rounding is no excuse. Windows and text are such that windows leave tokens out."""
     model, ids = tiny_model(family, torch.float32, quantized=False, **changes), torch.randint(3, 300, (2, WINDOW + 4))
     description = describe(model)
-    step, attentions = TokenStep(description), [block.attention for block in description.blocks]
-    shapes = [(2, each.kv_heads, ids.shape[1], each.head_dim) for each in attentions]
+    step, kinds = TokenStep(description), [block.kinds for block in description.blocks]
+    shapes = [(2, each["kv_heads"], ids.shape[1], each["dim"]) for each in kinds]
     keys, values = ([torch.zeros(shape) for shape in shapes] for _ in range(2))
     for starts in (None, torch.tensor([0, 3])):
         logits = []

@@ -60,7 +60,7 @@ def test_values_are_those_of_the_step(family, has_codes):
         place = keys[0].place_of(torch.tensor([tokens]), None)
         written = [t for each in keys for t in (*each.coded, each.ring.keys, each.ring.values)]
     else:
-        shapes = [(1, block.attention.kv_heads, tokens + 1, block.attention.head_dim) for block in model.blocks]
+        shapes = [(1, block.kinds["kv_heads"], tokens + 1, block.kinds["dim"]) for block in model.blocks]
         keys, values = ([torch.randn(shape).bfloat16() for shape in shapes] for _ in range(2))
         place, written = Place(torch.tensor([tokens]), None), [*keys, *values]
     at = torch.tensor([[tokens]])

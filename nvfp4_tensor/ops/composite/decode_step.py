@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nvfp4_tensor.ops.composite.step import Activation, gated, normed, rotated_heads
+from nvfp4_tensor.ops.composite.step import Activation, attend_one, gated, normed
 from nvfp4_tensor.ops.schemas import op
 
 PARTS = (
@@ -63,6 +63,9 @@ class Block:
 
     def __init__(self, tensors: Iterator[Tensor], kinds: Sequence[int], numbers: Sequence[float]) -> None:
         self.kinds, self.numbers = dict(zip(KINDS, kinds, strict=True)), dict(zip(NUMBERS, numbers, strict=True))
+        style = self.kinds["norm"]
+        plus_one, rounds_once = bool(style & NormStyle.PLUS_ONE), bool(style & NormStyle.ROUND_ONCE)
+        self.norm = self.numbers["eps"], float(plus_one), not rounds_once
         self.parts: dict[str, tuple[Tensor, ...] | None] = {}
         for i, name in enumerate(PARTS):
             count = 3 if name in WEIGHTS else 1
@@ -75,18 +78,15 @@ class Block:
 
     def normed(self, x: Tensor, name: str) -> Tensor:
         """Return the RMS norm of x, or x where the block has no norm of this name."""
-        weight, style = self.tensor(name), self.kinds["norm"]
-        if weight is None:
-            return x
-        offset, is_rounded_before = float(bool(style & NormStyle.PLUS_ONE)), not style & NormStyle.ROUND_ONCE
-        return normed(x, weight, self.numbers["eps"], offset, is_rounded_before)
+        weight = self.tensor(name)
+        return x if weight is None else normed(x, weight, *self.norm)
 
     def product(self, x: Tensor, name: str) -> Tensor:
         part = self.parts[name]
         assert part is not None
         return torch.ops.nvfp4.matmul(x, None, *part, self.tensor(f"{name}_bias"), x.shape[-1], False, x.dtype)
 
-    def products(self, x: Tensor, names: Sequence[str]) -> Tensor:
+    def products(self, x: Tensor, *names: str) -> Tensor:
         return torch.cat([self.product(x, name) for name in names if self.parts[name] is not None], -1)
 
 
@@ -138,7 +138,7 @@ def decode_step(
         raise ValueError(f"a text must start at 0 to {position}, not {starts.tolist()}")
     for block, k_cache, v_cache in zip(blocks, keys, values, strict=True):
         residual = block.numbers["residual"]
-        rotation = None if block.kinds["rotary"] < 0 else rotations[block.kinds["rotary"]]
+        rotation = (None, None) if block.kinds["rotary"] < 0 else rotations[block.kinds["rotary"]]
         y = _attention(block, block.normed(x, "norm_before_attention"), k_cache, v_cache, rotation, position, starts)
         x = _add(x, block.normed(y, "norm_after_attention"), residual)
         y = _feed_forward(block, block.normed(x, "norm_before_feed_forward"))
@@ -150,67 +150,36 @@ def _add(x: Tensor, y: Tensor, factor: float) -> Tensor:
     return x + (y if factor == 1 else y * factor)
 
 
-# --- attention -------------------------------------------------------------------------------------------------------
-
-
 def _attention(
     block: Block,
     x: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    rotation: tuple[Tensor, Tensor] | None,
+    rotation: tuple[Tensor | None, Tensor | None],
     position: int,
     starts: Tensor | None,
 ) -> Tensor:
     """Append keys and values of x (B, D) to the caches and return the attention's output (B, D)."""
-    heads, kv_heads, dim = (block.kinds[name] for name in ("heads", "kv_heads", "dim"))
-    q, k, v = block.products(x, ("q", "k", "v")).split([n * dim for n in (heads, kv_heads, kv_heads)], -1)
-    q, k = _normed_heads(block, q, "q_norm", dim), _normed_heads(block, k, "k_norm", dim)
-    if rotation is not None:
-        q, k = (rotated_heads(each, *rotation) for each in (q, k))
-    at = _append(k_cache, v_cache, k, v.reshape(-1, kv_heads, dim), position, block.kinds["window"])
-    first = max(at + 1 - block.kinds["window"], 0) if block.kinds["window"] else 0
-    seen_keys, seen_values = (cache[:, :, first : at + 1].float() for cache in (k_cache, v_cache))
-    scores = q.reshape(len(x), kv_heads, -1, dim).float() @ seen_keys.mT * block.numbers["scaling"]
-    if softcap := block.numbers["softcap"]:
-        scores = torch.tanh(scores / softcap) * softcap
-    if starts is not None:
-        positions = torch.arange(position - at + first, position + 1, device=x.device)
-        is_padding = (positions < starts[:, None])[:, None, None]
-        scores, seen_values = scores.masked_fill(is_padding, -torch.inf), seen_values.masked_fill(is_padding.mT, 0.0)
-    sinks = block.tensor("sinks")
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(kv_heads, -1, 1).expand(len(x), -1, -1, -1)], -1)
-    probabilities = torch.softmax(scores, -1)[..., : at + 1 - first]
-    return block.product((probabilities @ seen_values).to(x.dtype).view(len(x), -1), "o")
-
-
-def _normed_heads(block: Block, x: Tensor, name: str, dim: int) -> Tensor:
-    """Return x (B, heads * dim) as (B, heads, dim), normed over each head or over all."""
-    weight, heads = block.tensor(name), x.unflatten(-1, (-1, dim))
-    over_all = weight is not None and weight.numel() != dim
-    return block.normed(x, name).view(heads.shape) if over_all else block.normed(heads, name)
-
-
-def _append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: int, window: int) -> int:
-    """Write k and v (B, kv_heads, dim) and return their position in the caches."""
-    length = k_cache.shape[2]
+    length, window = k_cache.shape[2], block.kinds["window"]
     if not 0 <= position < length and window != length:
         raise ValueError(f"position {position} is outside of a cache of {length}")
-    if position >= length:
+    moved = max(position - length + 1, 0)
+    if moved:
         for cache in (k_cache, v_cache):
             cache.copy_(cache.roll(-1, 2))
-    at = min(position, length - 1)
-    k_cache[:, :, at], v_cache[:, :, at] = k, v
-    return at
-
-
-# --- feed-forward ----------------------------------------------------------------------------------------------------
+        starts = None if starts is None else starts - moved
+    at = torch.tensor([position - moved], device=x.device)
+    norms = block.tensor("q_norm"), block.tensor("k_norm"), *block.norm
+    y = attend_one(
+        block.products(x, "q", "k", "v"), *norms, *rotation, k_cache, v_cache, at, block.kinds["heads"],
+        block.numbers["scaling"], window, block.numbers["softcap"], block.tensor("sinks"), starts,
+    )  # fmt: skip
+    return block.product(y, "o")
 
 
 def _feed_forward(block: Block, x: Tensor) -> Tensor:
     if block.parts["router"] is None:
-        return block.product(_gated(block, block.products(x, ("gate", "up"))), "down")
+        return block.product(_gated(block, block.products(x, "gate", "up")), "down")
     experts, weights = _route(block, x)
     repeated, chosen = x.repeat_interleave(experts.shape[1], 0), experts.flatten()
     hidden = _gated(block, _expert_products(block, repeated, "gate", chosen))

@@ -114,8 +114,7 @@ def attend_one(
             it. A token sees itself, whatever its start.
     """
     batch, kv_heads, length, dim = keys.shape
-    norm = (eps, offset, round_before_weight)
-    q, k, v = normed_and_rotated(qkv, q_norm, k_norm, norm, cos, sin, (heads, kv_heads, dim))
+    q, k, v = normed_and_rotated(qkv, q_norm, k_norm, eps, offset, round_before_weight, cos, sin, heads, kv_heads, dim)
 
     is_ring = 0 < window <= length
     at = position.reshape(-1).expand(batch)
@@ -186,8 +185,7 @@ def place_one(
         Queries (B, heads, 1, dim) of qkv's dtype.
     """
     batch, kv_heads, length, dim = keys.shape
-    norm = (eps, offset, round_before_weight)
-    q, k, v = normed_and_rotated(qkv, q_norm, k_norm, norm, cos, sin, (heads, kv_heads, dim))
+    q, k, v = normed_and_rotated(qkv, q_norm, k_norm, eps, offset, round_before_weight, cos, sin, heads, kv_heads, dim)
     slot = position.reshape(-1).expand(batch) % length
     rows = torch.arange(batch, device=qkv.device)
     for ring, new in ((keys, k), (values, v)):
@@ -204,13 +202,17 @@ def normed_and_rotated(
     qkv: Tensor,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
-    norm: tuple[float, float, bool],
+    eps: float,
+    offset: float,
+    round_before_weight: bool,
     cos: Tensor | None,
     sin: Tensor | None,
-    shape: tuple[int, int, int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v (B, heads or kv_heads, dim); shape: heads, kv_heads, dim."""
-    heads, kv_heads, dim = shape
+    """Return q, k and v (B, heads or kv_heads, dim)."""
+    norm = eps, offset, round_before_weight
     q, k, v = qkv.split([heads * dim, kv_heads * dim, kv_heads * dim], -1)
     q, k = (rotated_heads(_heads(x, weight, dim, norm), cos, sin) for x, weight in ((q, q_norm), (k, k_norm)))
     return q, k, v.view(-1, kv_heads, dim)
