@@ -31,12 +31,16 @@ def all_go_on(monkeypatch):
 
 
 def stops_for(tokens, count):
-    """Return tokens that end ``count`` or more of the texts (B, T) within half of them, and not all."""
-    early, stops = tokens[:, : TOKENS // 2], []
+    """Return tokens that end ``count`` or more of the texts (B, T) within half of them, and not all.
+
+    The text that repeats itself most goes on: in any other there may be all tokens that a random model writes.
+    """
+    kept, early, stops = min(tokens, key=lambda row: len(row.unique())), tokens[:, : TOKENS // 2], []
     for row in early:
-        ended = torch.isin(early, torch.tensor(stops, dtype=torch.int64)).any(1)
-        if ended.sum() < count:
-            stops.append(next(t for t in row.tolist() if not (tokens[-1] == t).any()))
+        new = row[~torch.isin(row, kept)].tolist()
+        if new and torch.isin(early, torch.tensor(stops, dtype=torch.int64)).any(1).sum() < count:
+            stops.append(new[0])
+    assert torch.isin(early, torch.tensor(stops)).any(1).sum() >= count
     return stops
 
 

@@ -316,8 +316,8 @@ class Player:
             talk.ids, talk.pending = talk.ids[:, :kept], talk.pending[:, :0]
 
     def reset(self, talk):
-        if talk.kind in ("none", "dynamic") or (talk.config.model_type == "gemma3_text" and talk.kind in CODES):
-            return talk.forget(self.random)  # sliding layers of transformers do not forget their length
+        if talk.kind in ("none", "dynamic") or (has_windows(talk.config) and talk.kind in CODES):
+            return talk.forget(self.random)  # sliding layers of transformers do not forget their length, or their batch
         for cache in talk.caches:
             cache.reset()
         batch = len(talk.ids) if "static" in talk.kind else self.random.choice([1, 2, 3])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from helpers.texts import own_logits
+from helpers.texts import gaps, own_logits
 from helpers.tiny_models import MIXTURES, SIZES, tiny_model
 from transformers import DynamicCache, Lfm2Config, Lfm2ForCausalLM, StaticCache
 
@@ -37,14 +37,7 @@ def written(model, ids, count=12, **options):
 
 
 def ties(model, ids, tokens, rank=0):
-    """Return how far the logits of the tokens are below the largest ones, in standard deviations.
-
-    rank: below the (rank + 1)-th largest ones.
-    """
-    text = torch.cat((ids, tokens.to(ids.device)), 1)[:, :-1]
-    logits = own_logits(model, text)[:, ids.shape[1] - 1 :]
-    chosen = logits.gather(-1, tokens.to(ids.device)[..., None])[..., 0]
-    return (logits.topk(rank + 1).values[..., rank] - chosen) / logits.std(-1)
+    return gaps(model, torch.cat((ids, tokens.to(ids.device)), 1), tokens.shape[1], rank)
 
 
 @pytest.mark.parametrize("family, batch", [

@@ -44,6 +44,16 @@ def relative_error(logits, expected):
     return (logits - expected).float().norm(dim=-1) / expected.float().norm(dim=-1)
 
 
+def gaps(model, text, count, rank=0):
+    """Return how far the last ``count`` tokens of a text (B, T) are below the largest logits, in their deviations.
+
+    rank: below the (rank + 1)-th largest ones.
+    """
+    logits = own_logits(model, text[:, :-1])[:, -count:]
+    chosen = logits.gather(-1, text[:, -count:, None])[..., 0]
+    return (logits.topk(rank + 1).values[..., rank] - chosen) / logits.std(-1)
+
+
 def assert_writes_its_own(model, ids, bound=0.02, count=12, **arguments):
     """Check a text that the model writes against its own forward over it: logits, and each choice up to ties.
 
@@ -51,8 +61,6 @@ def assert_writes_its_own(model, ids, bound=0.02, count=12, **arguments):
     """
     tokens, logits = written(model, ids, count, **arguments)
     expected = own_logits(model, tokens[:, :-1])[:, ids.shape[1] - 1 :]
-    error = relative_error(logits, expected)
-    chosen = expected.gather(-1, tokens[:, ids.shape[1] :, None])[..., 0]
-    gap = (expected.amax(-1) - chosen) / expected.std(-1)
+    error, gap = relative_error(logits, expected), gaps(model, tokens, expected.shape[1])
     assert error.median() < bound and gap.median() == 0 and (gap < 10 * bound + 20 * error).all()
     return tokens, error
