@@ -64,7 +64,7 @@ def everything(model, optimizer):
     tensors = [whole(p.detach()) for p in model.parameters()]
     for p in model.parameters():
         state = optimizer.state[p]
-        tensors += [whole(torch.as_tensor(state[name])) for name in sorted(state) if name != "ratio_scale"]
+        tensors += [whole(torch.as_tensor(state[name])) for name in sorted(state)]
     return tensors
 
 

@@ -20,7 +20,7 @@ from nvfp4_tensor.training.weights.step_tensors import StepTensors
 from nvfp4_tensor.training.weights.write_back import check_writable
 
 CODES = ("ratio_codes", "ratio_scale", "second_moment_codes", "second_moment_exponent")
-"""State of a parameter with coded moments, beside "step"."""
+"""State of a parameter with coded moments, beside "step": uint8, because pickle has no float8."""
 DENSE = ("exp_avg", "exp_avg_sq")
 """State of a parameter that is too small for codes."""
 
@@ -78,10 +78,7 @@ class NVFP4AdamW(WeightOptimizer):
             warnings.warn(
                 "the copy of an optimizer does not step in the backward: call its step_in_backward", stacklevel=3
             )
-        return _with_scales(super().__getstate__(), torch.uint8)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(_with_scales(state, torch.float8_e4m3fn))
+        return super().__getstate__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as every optimizer does; if the group is not valid, raise an error and do not add it."""
@@ -152,7 +149,7 @@ class NVFP4AdamW(WeightOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as every optimizer does, with the norm that "late" clipping uses next."""
         self._store_norm()
-        return _with_scales(super().state_dict(), torch.uint8)
+        return super().state_dict()
 
     def _store_norm(self) -> None:
         """Make the norm of late clipping a number: a distributed checkpoint needs no tensor to load it into."""
@@ -167,7 +164,7 @@ class NVFP4AdamW(WeightOptimizer):
             ValueError: if it is that of another kind of optimizer, torch.optim.AdamW for instance.
         """
         self._check_state_dict(state_dict)
-        self._load(_with_scales(state_dict, torch.float8_e4m3fn), casts_dense=False)
+        self._load(state_dict, casts_dense=False)
         for parameter in self._parameters():
             forget_writes(parameter)
 
@@ -242,27 +239,13 @@ def _new_state(parameter: Tensor) -> dict[str, Any]:
     blocks = -(-math.prod(local.shape[1:]) // BLOCK)
     for name in CODES:
         width = 8 * blocks if name.endswith("codes") else blocks
-        zeros = torch.zeros(local.shape[0], width, dtype=torch.uint8, device=local.device)
-        state[name] = _sharded_like(parameter, zeros.view(torch.float8_e4m3fn) if name == "ratio_scale" else zeros)
+        state[name] = torch.zeros(local.shape[0], width, dtype=torch.uint8, device=local.device)
+        if isinstance(parameter, DTensor):
+            mesh, shape = parameter.device_mesh, torch.Size((parameter.shape[0], width))
+            state[name] = DTensor.from_local(
+                state[name], mesh, parameter.placements, run_check=False, shape=shape, stride=(width, 1)
+            )
     return state
-
-
-def _sharded_like(t: Tensor, local: Tensor) -> Tensor:
-    """Return a tensor with the rows of t, of which ``local`` are this rank's; ``local`` if t is not sharded."""
-    if not isinstance(t, DTensor):
-        return local
-    shape, stride = torch.Size((t.shape[0], local.shape[1])), (local.shape[1], 1)
-    return DTensor.from_local(local, t.device_mesh, t.placements, run_check=False, shape=shape, stride=stride)
-
-
-def _with_scales(holder: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a state dict, or what __getstate__ returns, with e4m3 as bytes or back: pickle has no float8."""
-    states = holder["state"].copy()
-    for key, state in states.items():
-        if "ratio_scale" in state:
-            scale = state["ratio_scale"]
-            states[key] = {**state, "ratio_scale": _sharded_like(scale, local_of(scale).view(dtype))}
-    return {**holder, "state": states}
 
 
 def _first_row(parameter: Tensor) -> int:
@@ -287,7 +270,8 @@ def _step(parameter: Tensor, grad: Tensor, state: dict[str, Any], numbers: Tenso
         m, v = (local_of(state[name]).view(-1) for name in DENSE)
         torch.ops.nvfp4.adamw_step_vector(weight.view(-1), grad.reshape(-1), m, v, numbers, rng_state, row0 * columns)
         return
-    moments = [local_of(state[name]) for name in CODES]
+    ratio, ratio_scale, *second_moment = (local_of(state[name]) for name in CODES)
+    moments = ratio, ratio_scale.view(torch.float8_e4m3fn), *second_moment
     grad = grad.reshape(weight.shape[0], columns)
     if isinstance(weight, NVFP4Tensor):
         keep_headroom(parameter, state)

@@ -86,8 +86,6 @@ def test_what_is_copied_or_resumed_has_the_bits_of_an_uninterrupted_run(kind, in
         for name, run in {**runs, "state": (again, resumed)}.items():
             train(*run, 3)
             assert torch.equal(bits(run[0]), bits(net)), (name, steps)
-            scales = [state["ratio_scale"] for state in run[1].state.values() if "ratio_scale" in state]
-            assert len(scales) == 2 and all(scale.dtype == torch.float8_e4m3fn for scale in scales)
 
 
 @pytest.mark.parametrize("kind", ["codes", torch.float32], ids=["codes", "dense"])

@@ -56,8 +56,9 @@ def decoded(p, state):
         return None, None, w
     if not adamw.is_coded(p):
         return state["exp_avg"].double(), state["exp_avg_sq"].double(), w
-    m, v = (f(Moments(*(state[name] for name in adamw.CODES))).double().flatten(1)
-            for f in (optimizer_step.first_moment, optimizer_step.second_moment))  # fmt: skip
+    codes, scale, *rest = (state[name] for name in adamw.CODES)
+    moments = Moments(codes, scale.view(torch.float8_e4m3fn), *rest)
+    m, v = (f(moments).double().flatten(1) for f in (optimizer_step.first_moment, optimizer_step.second_moment))
     columns = p.numel() // max(len(p), 1)
     return m[:, :columns].reshape(p.shape), v[:, :columns].reshape(p.shape), w
 
