@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 
-import torch
 from torch import Tensor, nn
 from torchao.quantization.quantize_.common.quantization_step import QuantizationStep as Step
 from torchao.quantization.transform_module import register_quantize_module_handler
@@ -25,7 +24,7 @@ from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, 
 from nvfp4_tensor.quantization.quantize_call import once_per_call
 from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.quantization.trained import dense_linear, trained_in_nvfp4, warn_of_training
-from nvfp4_tensor.quantization.weights import WeightRef, dense_experts, shared_amax
+from nvfp4_tensor.quantization.weights import WeightRef, dense_experts, shared_amax, with_static_amax
 from nvfp4_tensor.tensor.arguments import stored_spec
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -96,7 +95,8 @@ class Conversion:
             observed_experts.observe(self.experts, self._observed_spec)
             return
         while self.experts:
-            observed_experts.quantize_observed(self.experts.pop(0), self.config)
+            weight = self.experts.pop(0)
+            weight.set(weight.quantized(self.config, observed=[self.observed[weight.name]] if self.converts else ()))
             self.bar.update()
         observed_experts.finish(model)
 
@@ -229,26 +229,17 @@ class Conversion:
     # --- a linear ----------------------------------------------------------------------------------------------------
 
     def _quantized(self, module: nn.Module, group: Sequence[nn.Module]) -> NVFP4Tensor:
-        """Return the weight of linears that share it, with their largest observed amax, so that none of them clips."""
-        config, squares, amax = self.config, None, None
-        if self.converts:
-            observed = [each for each in group if isinstance(each, ObservedLinear)]
-            if isinstance(config, NVFP4Config) and not config.activation.row_scaled:
-                amax = torch.stack([each.amax_for(config) for each in observed]).amax()
-            if config.weighted:
-                squares = torch.stack([each.activation_squares for each in observed]).sum(dim=0)
-            for each in observed:
-                each.stop_observing()
+        """Return the weight of linears that share it, by what all of them observed."""
+        observed = [each for each in group if isinstance(each, ObservedLinear)] if self.converts else []
         if trained_in_nvfp4(module):
-            quantized = module.weight.detach()  # type: ignore[operator]
-            assert isinstance(quantized, NVFP4Tensor)
-            quantized = quantized._replace(**config.fields)
+            codes = module.weight.detach()  # type: ignore[operator]
+            quantized = with_static_amax(codes._replace(**self.config.fields), self.config, observed)
         else:
-            dense = as_linear(module).weight
-            shared = self._shared_amax(module)
-            weight = WeightRef(f"{self.names[module]}.weight".lstrip("."), module, "weight", dense)
-            quantized = weight.quantized(config, amax=shared, squares=squares)
-        return quantized if amax is None else quantized._replace(activation_amax=amax)
+            weight = WeightRef(f"{self.names[module]}.weight".lstrip("."), module, "weight", as_linear(module).weight)
+            quantized = weight.quantized(self.config, amax=self._shared_amax(module), observed=observed)
+        for each in observed:
+            each.stop_observing()
+        return quantized
 
     def _shared_amax(self, module: nn.Module) -> Tensor | None:
         """Return the largest amax of the weights that share a per-tensor scale with a module's; None if none does."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import experts
-from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.observer import InputStatistics
 from nvfp4_tensor.quantization.shards import refuse_dtensors
 from nvfp4_tensor.quantization.weights import WeightRef
@@ -43,12 +42,6 @@ class ObservedExperts(nn.Module):
             own._start(columns, device, spec, experts=(len(weight),))
         self.register_buffer("tokens", torch.zeros(len(weight), dtype=torch.int64, device=device))
 
-    def of(self, name: str) -> InputStatistics:
-        """Return the statistics of a weight's inputs."""
-        own = self.statistics[name]
-        assert isinstance(own, InputStatistics)
-        return own
-
 
 def observe(weights: Iterable[WeightRef], spec: QuantizeSpec) -> None:
     """Start observing the inputs of dense experts, which then take about E / k times as long."""
@@ -64,18 +57,14 @@ def observed_inputs(module: nn.Module) -> ObservedExperts | None:
     return found if isinstance(found, ObservedExperts) else None
 
 
-def observed(model: nn.Module) -> dict[str, tuple[nn.Module, ObservedExperts]]:
-    """Return (module, statistics) of each observed experts' module of a model, by name."""
-    found = ((name, module, observed_inputs(module)) for name, module in model.named_modules())
-    return {name: (module, own) for name, module, own in found if own is not None}
-
-
 def observed_weights(model: nn.Module) -> dict[str, InputStatistics]:
     """Return the statistics of each observed experts' weight, by the weight's name."""
     return {
-        f"{path}.{name}".lstrip("."): own.of(name)
-        for path, (_, own) in observed(model).items()
-        for name in own.statistics
+        f"{path}.{name}".lstrip("."): each
+        for path, module in model.named_modules()
+        if (own := observed_inputs(module)) is not None
+        for name, each in own.statistics.items()
+        if isinstance(each, InputStatistics)
     }
 
 
@@ -89,23 +78,14 @@ def _observe_experts(module: nn.Module, args: tuple[Any, ...], keywords: Mapping
     hidden, chosen = experts.arguments_of(args, keywords)
     own.tokens += experts.tokens_of(len(own.tokens), hidden, chosen)
     for name, of_experts, x, weights in experts.inputs_of(module, hidden, chosen):
-        own.of(name).record(x, of_experts, weights)
-
-
-@torch.no_grad()
-def quantize_observed(weight: WeightRef, config: NVFP4WeightOnlyConfig) -> None:
-    """Quantize a dense weight of experts in place, by its observed inputs if there are any."""
-    found = observed_inputs(weight.module)
-    own = None if found is None else found.of(weight.attribute)
-    quantized = weight.quantized(config, squares=own.activation_squares if own and config.weighted else None)
-    if own is not None and isinstance(config, NVFP4Config) and not config.activation.row_scaled:
-        quantized = quantized._replace(activation_amax=own.amax_for(config))
-    weight.set(quantized)
+        own.statistics[name].record(x, of_experts, weights)  # type: ignore[operator]
 
 
 def finish(model: nn.Module) -> None:
     """Stop observing the experts of a model, and keep how many tokens the router sent to each."""
-    for module, own in observed(model).values():
+    for module in list(model.modules()):
+        if (own := observed_inputs(module)) is None:
+            continue
         setattr(module, ROUTED, own.tokens.tolist())
         delattr(module, _ATTRIBUTE)
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _observe_experts]:

@@ -13,9 +13,10 @@ from nvfp4_tensor.numerics.random_state import rng_state_of_weight
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops.composite.quantization import own_amax
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
-from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.experts import expert_weights, is_experts, is_transposed, matrix_of, names_in_files
 from nvfp4_tensor.quantization.linear import NVFP4Linear, set_weight
+from nvfp4_tensor.quantization.observer import InputStatistics
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
 
@@ -55,37 +56,43 @@ class WeightRef:
         return matrix_of(self.module, dense, expert) if dense.dim() == 3 else dense
 
     def quantized(
-        self, config: NVFP4WeightOnlyConfig, *, amax: Tensor | None = None, squares: Tensor | None = None
+        self, config: NVFP4WeightOnlyConfig, *, amax: Tensor | None = None, observed: Sequence[InputStatistics] = ()
     ) -> NVFP4Tensor:
         """Quantize the weight by a config, with blocks along the dimension that products sum over.
 
         amax: of a linear, the largest magnitude that its per-tensor scale allows, by default its own.
-        squares: (K,), or (E, K) of experts: weights of the columns' errors in the scale search.
+        observed: the inputs of the weight, which weigh a scale search and set the static amax.
         """
-        spec, dense, seed = config.weight, self.dense.detach(), config.seed
-        rng_state = None if seed is None else rng_state_of_weight(seed, self.name, dense.device)
-        if dense.dim() == 2:
-            if squares is None:
-                return quantize(dense, spec, amax=amax, rng_state=rng_state)._replace(**config.fields)
-            return quantize_weighted(dense, spec, squares, amax, rng_state)._replace(**config.fields)
-        if squares is not None:
-            states = self._states(seed)
-            quantized = self.joined(
-                [quantize_weighted(self.matrix(e), spec, squares[e], rng_state=state) for e, state in enumerate(states)]
-            )
-        elif seed is not None and (files := names_in_files(self.module, self.name, len(dense))):
-            quantized = self.joined([_by_parts(w, names, seed, spec) for w, names in zip(dense, files, strict=True)])
-        elif is_transposed(self.module):
-            experts = quantize_experts(dense.mT.contiguous(), spec, rng_state=rng_state)
-            quantized = experts.transpose(-2, -1)  # type: ignore[assignment]
+        spec, dense, squares = config.weight, self.dense.detach(), None
+        if observed and config.weighted:
+            squares = torch.stack([each.activation_squares for each in observed]).sum(dim=0)
+        if dense.dim() == 3:
+            quantized = self._quantized_experts(spec, config.seed, squares)._replace(activation_spec=config.activation)
         else:
-            quantized = quantize_experts(dense, spec, rng_state=rng_state)
-        return quantized._replace(activation_spec=config.activation)
+            state = self._rng_state(config.seed)
+            if squares is None:
+                quantized = quantize(dense, spec, amax=amax, rng_state=state)
+            else:
+                quantized = quantize_weighted(dense, spec, squares, amax, state)
+            quantized = quantized._replace(**config.fields)
+        return with_static_amax(quantized, config, observed)
 
-    def _states(self, seed: int | None) -> list[Tensor | None]:
-        """Return the random state of each expert, for those whose parts are not quantized apart."""
-        names = [f"{self.name}.{expert}" for expert in range(self.experts)]
-        return [None if seed is None else rng_state_of_weight(seed, name, self.dense.device) for name in names]
+    def _quantized_experts(self, spec: QuantizeSpec, seed: int | None, squares: Tensor | None) -> NVFP4Tensor:
+        dense = self.dense.detach()
+        if squares is not None:
+            states = [self._rng_state(seed, f".{expert}") for expert in range(len(dense))]
+            pairs = zip(squares, states, strict=True)
+            return self.joined(
+                [quantize_weighted(self.matrix(e), spec, own, rng_state=state) for e, (own, state) in enumerate(pairs)]
+            )
+        if seed is not None and (files := names_in_files(self.module, self.name, len(dense))):
+            return self.joined([_by_parts(w, names, seed, spec) for w, names in zip(dense, files, strict=True)])
+        if is_transposed(self.module):
+            return quantize_experts(dense.mT.contiguous(), spec, rng_state=self._rng_state(seed)).mT  # type: ignore[return-value]
+        return quantize_experts(dense, spec, rng_state=self._rng_state(seed))
+
+    def _rng_state(self, seed: int | None, part: str = "") -> Tensor | None:
+        return None if seed is None else rng_state_of_weight(seed, f"{self.name}{part}", self.dense.device)
 
     def joined(self, experts: Sequence[NVFP4Tensor]) -> NVFP4Tensor:
         """Stack the weights (N, K) of experts as the module stores them, each with a per-tensor scale of its own.
@@ -98,7 +105,7 @@ class WeightRef:
         assert isinstance(stacked, NVFP4Tensor)
         scales = torch.stack([expert.per_tensor_scale for expert in experts]).reshape(len(experts), -1)
         stacked = stacked._replace(per_tensor_scale=scales)
-        return stacked.transpose(-2, -1) if is_transposed(self.module) else stacked  # type: ignore[return-value]
+        return stacked.mT if is_transposed(self.module) else stacked  # type: ignore[return-value]
 
     def set(self, weight: NVFP4Tensor) -> None:
         """Replace the parameter."""
@@ -112,6 +119,15 @@ class WeightRef:
         setattr(self.module, self.attribute, self.dense)
         if type(self.module) is NVFP4Linear:
             self.module.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def with_static_amax(
+    weight: NVFP4Tensor, config: NVFP4WeightOnlyConfig, observed: Sequence[InputStatistics]
+) -> NVFP4Tensor:
+    """Return a weight with the largest amax that a config chooses of its inputs, so that none of them clips."""
+    if not observed or not isinstance(config, NVFP4Config) or config.activation.row_scaled:
+        return weight
+    return weight._replace(activation_amax=torch.stack([each.amax_for(config) for each in observed]).amax())
 
 
 def _by_parts(weight: Tensor, names: Sequence[str], seed: int, spec: QuantizeSpec) -> NVFP4Tensor:

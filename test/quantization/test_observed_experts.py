@@ -31,7 +31,7 @@ from nvfp4_tensor.quantization.experts import (
     matrix_of,
     tokens_of,
 )
-from nvfp4_tensor.quantization.observed_experts import observed, observed_weights
+from nvfp4_tensor.quantization.observed_experts import observed_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -139,7 +139,7 @@ def test_calibrate_and_gptq_have_the_statistics_of_all_tokens(kind):
                 expected = round_weight(matrix.float(), factor, f.spec, torch.ops.nvfp4.amax(matrix.float()))
                 same = matrix_of(own, f.dequantize(torch.float32), expert) == expected.dequantize(torch.float32)
                 assert same.float().mean() > 0.999, (name, attribute, expert)  # sums of products may differ
-    assert not observed(model) and routed_tokens(model) == routed_tokens(fitted)
+    assert not observed_weights(model) and routed_tokens(model) == routed_tokens(fitted)
     # every token chose two experts (Llama 4: one)
     for counts in routed_tokens(model).values():
         assert len(counts) == 4 and sum(counts) == 64 * (1 if kind == "Llama4" else 2)
@@ -206,7 +206,7 @@ def test_two_steps(copied):
     quantize_model(model, NVFP4Config(step="convert"))
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, expected(IDS).logits)
-    assert routed_tokens(model) == routed_tokens(expected) and not observed(model)
+    assert routed_tokens(model) == routed_tokens(expected) and not observed_weights(model)
 
 
 @pytest.mark.parametrize(("kind", "entries"), [("Qwen3Moe", 24), ("GptOss", 4)])
@@ -236,7 +236,7 @@ def test_autocast_rounds_no_statistics_and_convert_without_experts_leaves_no_obs
     assert torch.equal(*found)
     model(IDS)
     quantize_(model, NVFP4Config(step="convert", experts=False))
-    assert not observed(model) and all(not m._forward_pre_hooks for m in experts_of(model).values())
+    assert not observed_weights(model) and all(not m._forward_pre_hooks for m in experts_of(model).values())
 
 
 @pytest.mark.gpu
