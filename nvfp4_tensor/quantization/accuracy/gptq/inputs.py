@@ -105,7 +105,8 @@ class Watch(TorchFunctionMode):
     def _record_experts(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         hidden, chosen = arguments_of(args, keywords)
         targets = self._hooked[module]
-        count_tokens(self.routed, {module: tokens_of(next(iter(targets.values())).experts, hidden, chosen)})
+        tokens = tokens_of(next(iter(targets.values())).experts, hidden, chosen)
+        self.routed[module] = self.routed[module] + tokens if module in self.routed else tokens
         for name, experts, x, weights in inputs_of(module, hidden, chosen):
             for i, expert in enumerate(range(targets[name].experts)[experts] if name in targets else ()):
                 self._fed.setdefault((targets[name], expert), []).append(x)
@@ -144,33 +145,54 @@ class Watch(TorchFunctionMode):
         return None
 
 
-def count_tokens(total: dict[nn.Module, Tensor], more: dict[nn.Module, Tensor]) -> None:
-    """Add the tokens that the router sent to each expert, by experts' module."""
-    for module, tokens in more.items():
-        total[module] = total[module] + tokens if module in total else tokens
-
-
+@dataclasses.dataclass
 class Statistics:
-    """The statistics of weights that share an input.
+    """The statistics of weights that share an input, X the actual rows and Z those whose outputs are the target.
 
     Attributes:
         fed: the weights.
         hessian: float32 (K, K), X^T X over all rows, K rounded up to a multiple of 16.
-        cross: float32 (K, K), Z^T X with Z the inputs in the dense model; None if Z is always X.
+        cross: float32 (K, K), Z^T X; None if Z is always X.
     """
 
-    def __init__(self, fed: list[Fed], with_cross: bool) -> None:
-        self.fed = fed
-        width = ceil_to(fed[0][0].columns, BLOCK)
-        self.hessian = torch.zeros((width, width), dtype=torch.float32, device=fed[0][0].dense.device)
-        self.cross = self.hessian.clone() if with_cross else None
+    fed: list[Fed]
+    hessian: Tensor
+    cross: Tensor | None
 
-    def add(self, x: Tensor, z: Tensor | None) -> None:
-        """Add the actual inputs x (rows, K), and the target inputs z, or None if they are x."""
+    @classmethod
+    def zeros(cls, fed: list[Fed], with_cross: bool) -> Statistics:
+        """Return the statistics of no rows."""
+        width = ceil_to(fed[0][0].columns, BLOCK)
+        hessian = torch.zeros((width, width), dtype=torch.float32, device=fed[0][0].dense.device)
+        return cls(fed, hessian, hessian.clone() if with_cross else None)
+
+    def add(
+        self,
+        x: Tensor,
+        dense: Tensor | None,
+        weights: Tensor | None,
+        activation: QuantizeSpec | None,
+        dense_target_weight: float,
+    ) -> None:
+        """Add rows of inputs x (rows, K).
+
+        Args:
+            dense: the same rows in the dense model, if they are known.
+            weights: how much each row counts, float32 (rows,); None if all count alike.
+            activation: the spec by which products quantize their input (W4A4), for whose error weights compensate.
+            dense_target_weight: interpolates Z between x (0) and ``dense`` (1).
+        """
+        z = x if dense is None else torch.lerp(x.float(), dense.float(), dense_target_weight)
+        if activation is not None:
+            x = fake_quantize(x, activation)
+        if weights is not None:
+            root, same = weights.sqrt().unsqueeze(1), z is x
+            x = x.float() * root
+            z = x if same else z.float() * root
         square = product_of(x, x)
         self.hessian += square
         if self.cross is not None:
-            self.cross += square if z is None else product_of(z, x)
+            self.cross += square if z is x else product_of(z, x)
 
 
 def product_of(z: Tensor, x: Tensor) -> Tensor:
@@ -181,64 +203,3 @@ def product_of(z: Tensor, x: Tensor) -> Tensor:
         left, right = (pad(t[start : start + _CHUNK].float(), (0, columns - t.shape[1])) for t in (z, x))
         total.addmm_(left.mT, right)
     return total
-
-
-@dataclasses.dataclass
-class Collected:
-    """The statistics of weights over batches; weights that share an input share their statistics.
-
-    Attributes:
-        targets: the weights.
-        activation: the spec by which products quantize their input (W4A4). Weights then compensate for that error.
-        dense_target_weight: interpolates the target inputs between the actual ones (0) and the dense model's (1).
-        of: the statistics of each weight.
-        routed: as in :class:`Watch`.
-    """
-
-    targets: Sequence[WeightRef]
-    activation: QuantizeSpec | None
-    dense_target_weight: float
-    of: dict[Fed, Statistics] = dataclasses.field(default_factory=dict)
-    routed: dict[nn.Module, Tensor] = dataclasses.field(default_factory=dict)
-
-    def add(self, watch: Watch, dense: Watch | None = None, rows: int | None = None) -> None:
-        """Add the inputs recorded for one batch.
-
-        ``dense`` has the inputs in the dense model. They are used for weights whose input has all ``rows``.
-        """
-        count_tokens(self.routed, watch.routed)
-        for group in watch.groups():
-            x = watch.rows(group[0])
-            assert x is not None
-            if group[0] not in self.of:
-                with_cross = self.activation is not None or self.dense_target_weight > 0
-                self.of.update(dict.fromkeys(group, Statistics(group, with_cross)))
-            z = None if dense is None or len(x) != rows else dense.rows(group[0])
-            self._add(self.of[group[0]], x, z, watch.weights(group[0]))
-
-    def _add(self, to: Statistics, x: Tensor, dense: Tensor | None, weights: Tensor | None) -> None:
-        """Add the inputs x, and the dense model's inputs of the same tokens if they are known, by their weights."""
-        z: Tensor | None = x if dense is None else torch.lerp(x.float(), dense.float(), self.dense_target_weight)
-        if self.activation is not None:
-            x = fake_quantize(x, self.activation)
-        elif dense is None:
-            z = None
-        if weights is not None:
-            root = weights.sqrt().unsqueeze(1)
-            x, z = x.float() * root, None if z is None else z.float() * root
-        to.add(x, z)
-
-    def statistics(self) -> list[Statistics]:
-        """Return the statistics, one per input, experts in order. They are zero for an expert that no batch reached."""
-        result: dict[int, Statistics] = {}
-        for target in self.targets:
-            every = [(target, expert) for expert in range(target.experts)]
-            if not any(fed in self.of for fed in every):
-                raise RuntimeError(
-                    f"no batch reached {target.name}, and the model is unchanged: exclude it with filter_fn, or give "
-                    "batches that use it"
-                )
-            for fed in every:
-                each = self.of[fed] if fed in self.of else Statistics([fed], False)
-                result[id(each)] = each
-        return list(result.values())

@@ -21,7 +21,7 @@ from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.quantization.accuracy.gptq.inputs import Collected, Fed, Statistics, Watch
+from nvfp4_tensor.quantization.accuracy.gptq.inputs import Fed, Statistics, Watch
 from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, moved_to_inputs, round_weight
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, record
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
@@ -299,12 +299,16 @@ class _Run:
         if not targets or (self.finished is not None and self.finished.load(name, targets, self.tick)):
             return
         for group in self._groups(targets, runs, dense) if sequential else [targets]:
-            collected = Collected(group, self.config.base_config.activation, self.config.dense_target_weight)
+            collected: dict[Fed, Statistics] = {}
+            routed: dict[nn.Module, Tensor] = {}
             for i, run in enumerate(runs):
                 with Watch(group) as watch:
                     run()
-                collected.add(watch, dense[i] if dense else None, rows[i] if rows else None)
-            self._quantize(collected)
+                self._collect(collected, watch, dense[i] if dense else None, rows[i] if rows else None)
+                for module, tokens in watch.routed.items():
+                    routed[module] = routed[module] + tokens if module in routed else tokens
+            self._quantize(group, collected)
+            self.routed |= routed  # each pass over the batches counts the same
         if self.finished is not None:
             self.finished.save(name, targets)
 
@@ -327,44 +331,43 @@ class _Run:
                     groups.append(new)
         return [*groups, left] if left else groups
 
-    def _quantize(self, collected: Collected) -> None:
+    def _collect(self, to: dict[Fed, Statistics], watch: Watch, dense: Watch | None, rows: int | None) -> None:
+        """Add the inputs of one batch to the statistics of each weight; weights that share an input share them."""
+        activation, share = self.config.base_config.activation, self.config.dense_target_weight
+        for group in watch.groups():
+            x = watch.rows(group[0])
+            assert x is not None
+            if group[0] not in to:
+                to |= dict.fromkeys(group, Statistics.zeros(group, activation is not None or share > 0))
+            same_rows = None if dense is None or len(x) != rows else dense.rows(group[0])
+            to[group[0]].add(x, same_rows, watch.weights(group[0]), activation, share)
+
+    def _quantize(self, targets: Sequence[WeightRef], collected: Mapping[Fed, Statistics]) -> None:
         made: dict[WeightRef, dict[int, NVFP4Tensor]] = {}
         shared: dict[WeightRef, Tensor] = {}
-        for each in collected.statistics():
+        spec, fields = self.config.weight, self.config.base_config.fields
+        for each in _by_input(targets, collected):
             with torch.autocast(each.hessian.device.type, enabled=False):  # autocast would round the products
-                for (target, expert), weight in zip(each.fed, self._rounded(each, collected, shared), strict=True):
-                    made.setdefault(target, {})[expert] = weight
-        for target, rounded in made.items():
-            target.set(target.joined([rounded[expert] for expert in range(target.experts)]))
+                factor = self._factor(each)
+                for target, expert in each.fed:
+                    if target in self.joined and target not in shared and not spec.row_scaled:
+                        shared |= self._joined_amax(target, each, factor, collected)
+                    weight = self._aimed_at(each, (target, expert), factor)
+                    amax = shared[target].to(weight.device) if target in shared else self._amax(weight)
+                    rounded = round_weight(weight, factor, spec, amax)
+                    made.setdefault(target, {})[expert] = rounded._replace(orig_dtype=target.dense.dtype, **fields)
+        for target, experts in made.items():
+            target.set(target.joined([experts[expert] for expert in range(target.experts)]))
             self.tick()
-        for module, tokens in collected.routed.items():
-            self.routed.setdefault(module, tokens)  # a layer may run several times
-
-    def _rounded(
-        self, each: Statistics, collected: Collected, shared: dict[WeightRef, Tensor]
-    ) -> Iterator[NVFP4Tensor]:
-        """Yield the rounded weights of the statistics. Experts, which may be large, are rounded one at a time.
-
-        shared: the amax of each linear that servers join with others. Those of the group are added here.
-        """
-        factor = self._factor(each)
-        for fed in each.fed:
-            target = fed[0]
-            if target in self.joined and target not in shared and not self.config.weight.row_scaled:
-                shared |= self._joined_amax(target, each, factor, collected)
-            weight = self._aimed_at(each, fed, factor)
-            amax = shared[target].to(weight.device) if target in shared else self._amax(weight)
-            rounded = round_weight(weight, factor, self.config.weight, amax)
-            yield rounded._replace(orig_dtype=target.dense.dtype, **self.config.base_config.fields)
 
     def _joined_amax(
-        self, target: WeightRef, each: Statistics, factor: Factor, collected: Collected
+        self, target: WeightRef, each: Statistics, factor: Factor, collected: Mapping[Fed, Statistics]
     ) -> dict[WeightRef, Tensor]:
         """Return the largest amax of the linears that servers join with this one, by linear. ``each`` is of its input,
         which the others may not have."""
         every = {}
         for other in self.joined[target]:
-            if own := collected.of.get((other, 0)):
+            if own := collected.get((other, 0)):
                 weight = self._aimed_at(own, (other, 0), factor if own is each else self._factor(own))
                 every[other] = self._amax(weight).to(each.hessian.device)
         return dict.fromkeys(every, torch.stack([*every.values()]).amax())
@@ -387,6 +390,22 @@ class _Run:
         if not weight.isfinite().all():
             raise ValueError(f"{target.name} has NaN or Inf: replace these values, or exclude it with filter_fn")
         return weight if each.cross is None else moved_to_inputs(weight, each.cross, each.hessian, factor)
+
+
+def _by_input(targets: Sequence[WeightRef], collected: Mapping[Fed, Statistics]) -> list[Statistics]:
+    """Return the statistics, one per input, experts in order. They are zero for an expert that no batch reached."""
+    result: dict[int, Statistics] = {}
+    for target in targets:
+        every = [(target, expert) for expert in range(target.experts)]
+        if not any(fed in collected for fed in every):
+            raise RuntimeError(
+                f"no batch reached {target.name}, and the model is unchanged: exclude it with filter_fn, or give "
+                "batches that use it"
+            )
+        for fed in every:
+            each = collected[fed] if fed in collected else Statistics.zeros([fed], False)
+            result[id(each)] = each
+    return list(result.values())
 
 
 # --- the folder of finished layers ---
