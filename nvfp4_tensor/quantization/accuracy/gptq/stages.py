@@ -78,8 +78,8 @@ def record(
     Raises:
         ValueError: the layers do not form a chain in which the input of each is the output of the previous one.
     """
-    recorders = [_Recorder(layers, model, batch) for batch in batches]
-    return [each.hidden for each in recorders], [each.calls for each in recorders]
+    recorded = [_recorded(model, layers, batch) for batch in batches]
+    return [hidden for hidden, _ in recorded], [calls for _, calls in recorded]
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -102,56 +102,49 @@ def logits_of(output: Any, model: nn.Module, caller: str) -> Tensor:
     return logits
 
 
-class _Recorder:
-    """Call the model with each layer's forward replaced: it returns its input, in the output format of the first.
+def _recorded(model: nn.Module, layers: Sequence[tuple[str, nn.Module]], batch: Any) -> tuple[Tensor, list[Call]]:
+    """Call the model with each layer's forward replaced: it returns its input, in the output format of the first."""
+    calls: list[Call] = []
+    first = latest = form = None
 
-    Attributes:
-        hidden: the hidden states before the first layer.
-        calls: the calls of the layers.
-    """
-
-    hidden: Tensor
-    latest: Tensor
-
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]], model: nn.Module, batch: Any) -> None:
-        self.layers = layers
-        self.calls: list[Call] = []
-        own = [(layer, layer.__dict__.get("forward")) for _, layer in layers]  # set by accelerate's hooks, for instance
-        try:
-            for i, (layer, _) in enumerate(own):
-                layer.forward = self._forward(i, layer.forward)  # type: ignore[method-assign]
-            call_model(model, batch)
-        except _Recorded:
-            pass
-        finally:
-            for layer, forward in own:
-                del layer.forward
-                if forward is not None:
-                    layer.forward = forward  # type: ignore[method-assign]
-        if len(self.calls) != len(layers):
-            raise ValueError(
-                f"a batch reached {len(self.calls)} of the {len(layers)} layers from {layers[0][0]} on: "
-                "give layers=[] to treat the model as one layer"
-            )
-
-    def _forward(self, target: int, forward: Any) -> Any:
+    def replaced(target: int, forward: Any) -> Any:
         def identity(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal first, latest, form
             call, hidden = _split(arguments, keywords)
-            if target != len(self.calls) or (target and hidden is not self.latest):
+            if target != len(calls) or (target and hidden is not latest):
                 raise ValueError(
-                    f"the input of {self.layers[target][0]} is not the output of the previous layer, so layers cannot "
-                    "be run one at a time: give layers=[] to treat the model as one layer"
+                    f"the input of {layers[target][0]} is not the output of the previous layer, so layers cannot be "
+                    "run one at a time: give layers=[] to treat the model as one layer"
                 )
-            self.calls.append(call)
+            calls.append(call)
             if target == 0:
-                self.hidden = hidden.clone()  # the layer may write to it
-                self.form = forward(*arguments, **keywords)
-            if target == len(self.layers) - 1:
+                first = hidden.clone()  # the layer may write to it
+                form = forward(*arguments, **keywords)
+            if target == len(layers) - 1:
                 raise _Recorded
-            self.latest = hidden
-            return hidden if isinstance(self.form, Tensor) else (hidden, *self.form[1:])
+            latest = hidden
+            return hidden if isinstance(form, Tensor) else (hidden, *form[1:])
 
         return identity
+
+    own = [(layer, layer.__dict__.get("forward")) for _, layer in layers]  # set by accelerate's hooks, for instance
+    try:
+        for i, (layer, _) in enumerate(own):
+            layer.forward = replaced(i, layer.forward)  # type: ignore[method-assign]
+        call_model(model, batch)
+    except _Recorded:
+        pass
+    finally:
+        for layer, forward in own:
+            del layer.forward
+            if forward is not None:
+                layer.forward = forward  # type: ignore[method-assign]
+    if first is None or len(calls) != len(layers):
+        raise ValueError(
+            f"a batch reached {len(calls)} of the {len(layers)} layers from {layers[0][0]} on: "
+            "give layers=[] to treat the model as one layer"
+        )
+    return first, calls
 
 
 def _split(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Call, Tensor]:
