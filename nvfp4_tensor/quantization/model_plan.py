@@ -55,22 +55,18 @@ class Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedMatrix:
-    """What happens to a matrix.
+class PlannedMatrix(Matrix):
+    """A matrix, and what happens to it.
 
     Attributes:
-        name, shape, tied: as in :class:`Matrix`.
         is_quantized: whether it becomes NVFP4.
         reason: why it stays dense, or what it is if it is quantized.
         group: the names of the weights with which it shares a per-tensor scale, including its own.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    is_quantized: bool
-    reason: str
-    group: tuple[str, ...]
-    tied: tuple[str, ...] = ()
+    is_quantized: bool = False
+    reason: str = ""
+    group: tuple[str, ...] = ()
 
     @property
     def is_unfit(self) -> bool:
@@ -204,7 +200,7 @@ def plan_matrices(
     for each in matrices:
         reason = reason_of(each)
         planned[each.name] = PlannedMatrix(
-            each.name, tuple(each.shape), not reason, reason or each.kind.value, (each.name,), each.tied
+            **vars(each), is_quantized=not reason, reason=reason or each.kind.value, group=(each.name,)
         )
     quantized = [name for name in linears if planned[name].is_quantized]
     for name, group in groups_of(quantized, linears).items():
