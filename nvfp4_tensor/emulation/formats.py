@@ -77,24 +77,20 @@ def _entry(what: str, value: T | str, table: Mapping[str, T]) -> T:
     raise ValueError(f"unknown {what} {value!r}: use a {kind.__name__} or one of {', '.join(map(repr, table))}")
 
 
-def _format(name: str, element: str, scale: str, block_size: int, two_level: bool = False) -> BlockFormat:
-    return BlockFormat(
-        name=name, element=ELEMENTS[element], scale=SCALES[scale], block_size=block_size, two_level=two_level
-    )
-
-
 FORMATS = {
-    format.name: format
-    for format in (
-        _format("nvfp4", "e2m1", "e4m3", 16, two_level=True),
-        _format("mxfp4", "e2m1", "e8m0", 32),
-        _format("mxfp6_e2m3", "e2m3", "e8m0", 32),
-        _format("mxfp6_e3m2", "e3m2", "e8m0", 32),
-        _format("mxfp8_e4m3", "e4m3", "e8m0", 32),
-        _format("mxfp8_e5m2", "e5m2", "e8m0", 32),
-        _format("mxint8", "int8", "e8m0", 32),
-        _format("int4", "int4", "float16", 32),
-        _format("int8", "int8", "float16", 32),
+    name: BlockFormat(
+        name=name, element=ELEMENTS[element], scale=SCALES[scale], block_size=size, two_level=name == "nvfp4"
+    )
+    for name, element, scale, size in (
+        ("nvfp4", "e2m1", "e4m3", 16),
+        ("mxfp4", "e2m1", "e8m0", 32),
+        ("mxfp6_e2m3", "e2m3", "e8m0", 32),
+        ("mxfp6_e3m2", "e3m2", "e8m0", 32),
+        ("mxfp8_e4m3", "e4m3", "e8m0", 32),
+        ("mxfp8_e5m2", "e5m2", "e8m0", 32),
+        ("mxint8", "int8", "e8m0", 32),
+        ("int4", "int4", "float16", 32),
+        ("int8", "int8", "float16", 32),
     )
 }
 """The formats by name. int4 and int8 are symmetric, in groups of 32, with the range of their float16 scale."""
