@@ -117,7 +117,23 @@ class NVFP4AdamW(WeightOptimizer):
         if grad_scale is not None:
             numbers[0] = grad_scale
         state["step"] += 1
-        _step(parameter, local_of(grad.detach()), state, numbers, rng_state)
+        weight, row0, grad = local_of(parameter.detach()), _first_row(parameter), local_of(grad.detach())
+        grad = grad.float() if grad.dtype == torch.float16 else grad
+        columns = math.prod(weight.shape[1:])
+        if not is_coded(parameter):
+            m, v = (local_of(state[name]).view(-1) for name in DENSE)
+            grad, element0 = grad.reshape(-1), row0 * columns
+            torch.ops.nvfp4.adamw_step_vector(weight.view(-1), grad, m, v, numbers, rng_state, element0)
+        else:
+            ratio, scale, *second_moment = (local_of(state[name]) for name in CODES)
+            step = ratio, scale.view(torch.float8_e4m3fn), *second_moment, numbers, rng_state, row0
+            grad = grad.reshape(weight.shape[0], columns)
+            if isinstance(weight, NVFP4Tensor):
+                keep_headroom(parameter, state)
+                parts = weight.qdata, weight.scale, weight.per_tensor_scale
+                torch.ops.nvfp4.adamw_step_codes(*parts, grad, *step)
+            else:
+                torch.ops.nvfp4.adamw_step(weight.view(grad.shape), grad, *step)
         torch.autograd.graph.increment_version(parameter)  # a graph that needs the old values then says so
 
     def step_in_backward(self, clip_norm: float | None = None, clip: str = "late") -> None:
@@ -256,26 +272,3 @@ def _first_row(parameter: Tensor) -> int:
 
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return offset[0] if offset else 0
-
-
-def _step(parameter: Tensor, grad: Tensor, state: dict[str, Any], numbers: Tensor, rng_state: Tensor) -> None:
-    """Update a parameter and its moments in place.
-
-    grad: this rank's. numbers: float32 (8,); rng_state: int64 (2,); both on the parameter's device.
-    """
-    weight, row0 = local_of(parameter.detach()), _first_row(parameter)
-    columns = math.prod(weight.shape[1:])
-    grad = grad.float() if grad.dtype == torch.float16 else grad
-    if not is_coded(parameter):
-        m, v = (local_of(state[name]).view(-1) for name in DENSE)
-        torch.ops.nvfp4.adamw_step_vector(weight.view(-1), grad.reshape(-1), m, v, numbers, rng_state, row0 * columns)
-        return
-    ratio, ratio_scale, *second_moment = (local_of(state[name]) for name in CODES)
-    moments = ratio, ratio_scale.view(torch.float8_e4m3fn), *second_moment
-    grad = grad.reshape(weight.shape[0], columns)
-    if isinstance(weight, NVFP4Tensor):
-        keep_headroom(parameter, state)
-        parts = weight.qdata, weight.scale, weight.per_tensor_scale
-        torch.ops.nvfp4.adamw_step_codes(*parts, grad, *moments, numbers, rng_state, row0)
-    else:
-        torch.ops.nvfp4.adamw_step(weight.view(grad.shape), grad, *moments, numbers, rng_state, row0)
