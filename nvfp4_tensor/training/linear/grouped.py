@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.numerics.random_state import rng_state_of_expert
-from nvfp4_tensor.training.linear.function import Products, any_requires_grad, call_rng_state, run
-from nvfp4_tensor.training.linear.plan import Call, LinearPlan, Saved
+from nvfp4_tensor.training.linear.function import any_requires_grad, call_rng_state, run
+from nvfp4_tensor.training.linear.plan import Call, LinearPlan
 from nvfp4_tensor.training.recipe import Recipe, resolve
 
 
@@ -54,13 +54,11 @@ def grouped_linear(
     """
     recipe = resolve(recipe)
     _check(x, weight, offs)
-    kind = _GroupedPlan if torch.compiler.is_compiling() else LinearPlan
-    plan, trains = kind.of_call(recipe, x, weight, name="grouped_linear"), any_requires_grad(x, weight)
+    plan, trains = LinearPlan.of_call(recipe, x, weight, name="grouped_linear"), any_requires_grad(x, weight)
     x = x.to(plan.dtype)
     state = call_rng_state(plan, trains, rng_state)
-    if isinstance(plan, _GroupedPlan):
-        plan.first_expert = first_expert
-        return Products.apply(x, weight, None, Call(plan, state, offs=offs))
+    if torch.compiler.is_compiling():  # one op: graphs do not support data-dependent sizes of groups
+        return torch.ops.nvfp4.train_grouped.default(x, weight, offs, state, recipe.packed, first_expert)
     *groups, remainder = x.split(_sizes(x, offs))
     # unbind stacks one gradient for all experts; weight[e] would allocate a gradient of the full size for each.
     # The first expert is used even without rows, so that there always is a gradient.
@@ -88,23 +86,6 @@ def _sizes(x: Tensor, offs: Tensor) -> list[int]:
 # --- compiled --------------------------------------------------------------------------------------------------------
 
 
-class _GroupedPlan(LinearPlan):
-    """All groups as one op, with one op as its derivative, because graphs do not support data-dependent group sizes."""
-
-    first_expert: int
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> tuple[Tensor, Saved]:
-        state, offs = call.rng_state, call.offs
-        y = torch.ops.nvfp4.train_grouped(x, weight, offs, state, self.recipe.packed, self.first_expert)
-        return y, (x, weight, offs, state)
-
-    def backward(self, dy: Tensor, *saved: Any) -> tuple[Tensor | None, Tensor | None]:
-        dx, dw = torch.ops.nvfp4.train_grouped_backward(
-            dy, *saved, self.recipe.packed, self.first_expert, self.needs_dx, self.needs_dw
-        )
-        return dx if self.needs_dx else None, dw if self.needs_dw else None
-
-
 _ARGUMENTS = "Tensor x, Tensor weight, Tensor offs, Tensor? rng_state, int[] recipe, int first_expert"
 
 
@@ -121,6 +102,21 @@ def _train_grouped(
 @_train_grouped.register_fake
 def _(x: Tensor, weight: Tensor, offs: Tensor, *more: object) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[1]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, recipe, first_expert = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.more = recipe, first_expert, *ctx.needs_input_grad[:2]
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dx, dw = torch.ops.nvfp4.train_grouped_backward.default(dy, *ctx.saved_tensors, *ctx.more)
+    _, _, needs_dx, needs_dw = ctx.more
+    return dx if needs_dx else None, dw if needs_dw else None, None, None, None, None
+
+
+_train_grouped.register_autograd(_backward, setup_context=_save)
 
 
 @torch.library.custom_op(

@@ -63,8 +63,6 @@ class Call(NamedTuple):
     w: Codes | None = None
     """The codes of the weight; None to quantize it."""
     made: list[Pair] | None = None
-    offs: Tensor | None = None
-    """The ends of the groups of experts, which are one op in a graph."""
 
 
 class LinearPlan:
