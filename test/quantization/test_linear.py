@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from torch.nn.utils import parametrize, prune
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Linear, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, quantize
+from nvfp4_tensor import NVFP4Config, NVFP4Linear, NVFP4WeightOnlyConfig, QuantizeSpec, quantize
 
 K, N = 128, 256
 CONFIGS = {"weight only": NVFP4WeightOnlyConfig, "w4a4": NVFP4Config}
@@ -371,13 +371,3 @@ def test_inductor_reads_the_weight_of_each_call(config, mode):
                 torch.testing.assert_close(compiled(x), layer(x))
             CHANGES[change](layer)
             torch.testing.assert_close(compiled(x), layer(x))
-
-
-@pytest.mark.slow
-def test_an_exported_program_keeps_its_parameters():
-    layer, x = quantized_linear(), torch.randn(3, K, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for strict in (False, True):
-            program = torch.export.export(layer, (x,), strict=strict)
-            assert isinstance(program.state_dict["weight"], NVFP4Tensor) and not program.constants
-            assert torch.equal(program.module()(x), layer(x))

@@ -17,7 +17,6 @@ from nvfp4_tensor import (
     NVFP4WeightOnlyConfig,
     QuantizeSpec,
     calibrate,
-    checkpoints,
     quantize_model,
 )
 from nvfp4_tensor.quantization import NVFP4Linear, gptq, sensitivity
@@ -137,14 +136,6 @@ def test_sensitivity_measures_the_dense_model():
     assert (repr(model), state_of(model)) == before
 
 
-def test_files_are_those_of_the_dense_model(tmp_path):
-    model = trained()
-    checkpoints.save(model, tmp_path / "trained", progress=False)
-    checkpoints.save(to_dense(model), tmp_path / "dense", progress=False)
-    files = [{path.name: path.read_bytes() for path in (tmp_path / each).iterdir()} for each in ("trained", "dense")]
-    assert files[0] and files[0] == files[1]
-
-
 def test_linears_that_still_train_are_named_at_the_users_line():
     model = trained()
     with pytest.warns(UserWarning, match=r"^2 still train in NVFP4.*training.to_dense") as caught:
@@ -227,14 +218,6 @@ def test_adapters_on_linears_that_trained(call):
     assert_same(*models)
     assert isinstance(models[0].base_model.model[0].base_layer.weight, NVFP4Tensor)
     assert any(parameter.requires_grad for parameter in models[0].parameters())
-
-
-def test_files_have_no_adapters(tmp_path):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(trained(), peft.LoraConfig(r=4, target_modules=["0"]))
-    with pytest.raises(ValueError, match=r"base_model.model.0 has adapters.*merge_lora\(model\)"):
-        checkpoints.save(model, tmp_path / "q", progress=False)
-    checkpoints.save(to_dense(model.merge_and_unload()), tmp_path / "q", progress=False)
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------

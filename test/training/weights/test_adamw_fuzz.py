@@ -1,16 +1,18 @@
-"""Random steps of coded moments against float64: a stored number is one of the two neighbours of the exact one."""
+"""Random parameters, groups, gradients and reloads: each step has the bits of the plain operator on the same state."""
 
-import copy
+import math
 import random
 
 import pytest
 import torch
 from helpers.files import saved
+from helpers.optimizer_steps import same
 from torch import nn
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
-from nvfp4_tensor.numerics import optimizer_step
-from nvfp4_tensor.numerics.optimizer_step import Moments
+from nvfp4_tensor.numerics.optimizer_step import UNBIASED
+from nvfp4_tensor.numerics.random_state import rng_state_row
+from nvfp4_tensor.ops.schemas import plain
 from nvfp4_tensor.training import NVFP4AdamW
 from nvfp4_tensor.training.weights import adamw
 from nvfp4_tensor.training.weights.headroom import make_headroom
@@ -49,63 +51,34 @@ def gradient(rng, generator, p):
     return grad.to(p.dtype)
 
 
-def decoded(p, state):
-    """m, v and the weight in float64, as matrices of whole blocks."""
-    w = (p.detach().dequantize(torch.float32) if isinstance(p, NVFP4Tensor) else p.detach()).double()
-    if not state:
-        return None, None, w
+def parts(p, state):
+    """Copies of the weight and the moments of a parameter, as the operators take them."""
+    weight = p.detach()
+    weight = [weight.qdata, weight.scale, weight.per_tensor_scale] if isinstance(p, NVFP4Tensor) else [weight]
+    rows, columns = (len(p), math.prod(p.shape[1:])) if adamw.is_coded(p) else (1, p.numel())
     if not adamw.is_coded(p):
-        return state["exp_avg"].double(), state["exp_avg_sq"].double(), w
-    codes, scale, *rest = (state[name] for name in adamw.CODES)
-    moments = Moments(codes, scale.view(torch.float8_e4m3fn), *rest)
-    m, v = (f(moments).double().flatten(1) for f in (optimizer_step.first_moment, optimizer_step.second_moment))
-    columns = p.numel() // max(len(p), 1)
-    return m[:, :columns].reshape(p.shape), v[:, :columns].reshape(p.shape), w
+        moments = [state[name].flatten() if state else torch.zeros(columns) for name in adamw.DENSE]
+        return [t.clone() for t in (weight[0].flatten(), *moments)]
+    blocks = -(-columns // 16)
+    widths = [8 * blocks, blocks] * 2
+    zeros = [torch.zeros(rows, width, dtype=torch.uint8) for width in widths]
+    moments = [state[name] for name in adamw.CODES] if state else zeros
+    weight = weight if len(weight) > 1 else [weight[0].reshape(rows, columns)]
+    return [t.clone() for t in (*weight, moments[0], moments[1].view(torch.float8_e4m3fn), *moments[2:])]
 
 
-def check(p, group, before, after, grad, count):
-    """The update of ``before`` by ``grad`` in float64, against what is stored after it."""
-    (m0, v0, w0), (m1, v1, w1) = before, after
-    beta1, beta2 = group["betas"]
-    g = grad.double()
-    zeros = torch.zeros_like(w0)
-    m = beta1 * (zeros if m0 is None else m0) + (1 - beta1) * g
-    v = beta2 * (zeros if v0 is None else v0) + (1 - beta2) * g * g
-    size = group["lr"] * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
-    decay = 1 - group["lr"] * group["weight_decay"]
-    least = 2.0 ** (least_exponent(group["eps"]) - 127)
-    if not adamw.is_coded(p):
-        parts = g.abs() if m0 is None else g.abs() + m0.abs()  # which may cancel
-        assert ((m1 - m).abs() <= 1e-6 * parts + 1e-37).all() and torch.allclose(v1, v, rtol=1e-5, atol=1e-37)
-        new = decay * w0 - size * m / v.clamp(min=least).sqrt()
-        step = torch.maximum(w0.abs(), w1.abs()) * (2.0**-7 if p.dtype == torch.bfloat16 else 2.0**-20) + 1e-30
-        assert ((w1 - new).abs() <= step + size * 1e-5 * parts / v.clamp(min=least).sqrt()).all()
-        return
-    columns = p[0].numel()
-
-    def blocks(t):
-        return nn.functional.pad(t.reshape(len(t), columns), (0, -columns % 16)).unflatten(-1, (-1, 16))
-
-    m, v, m1, v1, w0, w1 = map(blocks, (m, v, m1, v1, w0, w1))
-    inside = blocks(torch.ones_like(g)) > 0
-    floor = torch.maximum(v1.amax(dim=-1, keepdim=True) * 2.0**-15, torch.tensor(least, dtype=torch.float64))
-    exact = torch.maximum(v, floor)
-    assert torch.equal(v1[inside], 2.0 ** v1[inside].log2().round())
-    assert ((v1 < 2.0001 * exact) & (v1 > 0.4999 * exact))[inside].all()
-    r, stored = ((t / v1.sqrt()).masked_fill(~inside, 0.0) for t in (m, m1))
-    limit = r.abs().amax(dim=-1, keepdim=True).clamp(max=21) / 6 * 1.15 + 2.0**-16  # the scale is at most 1/8 more
-    assert ((stored - r.clamp(-21, 21)).abs() <= 2.01 * limit + 1e-5 * r.abs())[inside].all()
-    new = decay * w0 - optimizer_step.UNBIASED * size * r
-    if isinstance(p, NVFP4Tensor):
-        scales = p.unswizzled_scale().float().double().unsqueeze(-1) * p.per_tensor_scale.double()
-        largest = torch.maximum(new.abs().amax(dim=-1, keepdim=True), w0.abs().amax(dim=-1, keepdim=True))
-        step = torch.maximum(2 * scales, largest / 6 * 1.2 * 2)  # two steps: an excess that is kept may be doubled
-        clipped = new.clamp(-2688 * p.per_tensor_scale.item(), 2688 * p.per_tensor_scale.item())
-        assert ((w1 - clipped).abs() <= 2 * step + 1e-5 * new.abs())[inside].all()
-    else:
-        precision = 2.0**-7 if p.dtype == torch.bfloat16 else 2.0**-21
-        slack = precision * torch.maximum(new.abs(), w0.abs()) + 2e-6 * size * (1 + r.abs())
-        assert ((w1 - new).abs() <= slack + 1e-38)[inside].all()
+def stepped(p, old, group, index, count, seed):
+    """The parts after a step by the numbers and the random state that the contract has."""
+    lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+    size = UNBIASED * lr * math.sqrt(1 - beta2**count) / (1 - beta1**count)
+    least = least_exponent(group["eps"])
+    numbers = torch.tensor([1, beta1, 1 - beta1, beta2, 1 - beta2, size, 1 - lr * decay, least], dtype=torch.float32)
+    rng_state = torch.tensor(rng_state_row("adamw", seed, str(index), count))
+    weight, moments = (old[:3], old[3:]) if isinstance(p, NVFP4Tensor) else (old[:1], old[1:])
+    grad = p.grad.flatten() if len(moments) == 2 else p.grad.reshape(len(p), -1)
+    op = plain.adamw_step_vector if len(moments) == 2 else plain.adamw_step
+    (plain.adamw_step_codes if len(weight) == 3 else op)(*weight, grad, *moments, numbers, rng_state, 0)
+    return old
 
 
 def options(rng):
@@ -132,19 +105,18 @@ def trial(seed):
         if rng.random() < 0.3:
             state, optimizer = saved(optimizer.state_dict()), new()
             optimizer.load_state_dict(state)
-        before = [copy.deepcopy(decoded(p, optimizer.state.get(p, {}))) for p in parameters]
+        before = [parts(p, optimizer.state.get(p, {})) for p in parameters]
         for p in parameters:
             p.grad = gradient(rng, generator, p)
         optimizer.step()
         where = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        for p, old in zip(parameters, before, strict=True):
+        for index, (p, old) in enumerate(zip(parameters, before, strict=True)):
             state = optimizer.state.get(p, {})
-            if p.grad is None:
-                assert torch.equal(decoded(p, state)[2], old[2])
-            elif p.numel():
-                check(p, where[id(p)], old, decoded(p, state), p.grad, int(state["step"]))
+            if p.grad is not None and p.numel():
+                old = stepped(p, old, where[id(p)], index, int(state["step"]), seed)
+            assert all(map(same, parts(p, state), old))
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_stored_numbers_are_neighbours_of_exact_ones(seed):
+def test_steps_of_any_parameters(seed):
     trial(seed)
