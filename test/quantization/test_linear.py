@@ -313,23 +313,11 @@ def _parameter(layer, x, new):
     return [layer(x)]
 
 
-def _writes_to_other_tensors(layer, x, new):
-    y = layer(x)
-    own = quantize(x).mul_(2)
-    new.mul_(2)
-    return y, own.dequantize(), linear(x, new)
-
-
 REPLACES = {
     "parameter": _parameter,
     "functional_call": lambda layer, x, new: [torch.func.functional_call(layer, {"weight": new}, (x,))],
-    "functional_call of a new weight": lambda layer, x, new: [
-        torch.func.functional_call(layer, {"weight": quantize(new.dequantize() * 2)}, (x,))
-    ],
     "another part": between_products(lambda layer, new: setattr(layer.weight, "qdata", new.qdata)),
     "a written part": between_products(lambda layer, new: layer.weight.qdata.copy_(new.qdata)),
-    "dense beside": lambda layer, x, new: (layer(x), layer.weight.dequantize(), layer.weight.t().dequantize()),
-    "other tensors": _writes_to_other_tensors,
 }
 
 

@@ -105,6 +105,8 @@ def trial(seed):
         if rng.random() < 0.3:
             state, optimizer = saved(optimizer.state_dict()), new()
             optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:  # as a scheduler does
+            group["lr"] *= rng.choice([1.0, 1.0, 0.5])
         before = [parts(p, optimizer.state.get(p, {})) for p in parameters]
         for p in parameters:
             p.grad = gradient(rng, generator, p)
