@@ -23,9 +23,6 @@ class CompressedTensorsNVFP4Config(CheckpointConfig):
     """The quantization_config of a checkpoint in compressed-tensors' layout."""
 
     checkpoint_format = compressed_tensors.FORMAT
-    tensor_names = (
-        "weight", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", "input_scale",
-    )  # fmt: skip
 
 
 class AutoRoundNVFP4Config(CompressedTensorsNVFP4Config):

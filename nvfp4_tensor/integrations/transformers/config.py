@@ -122,14 +122,6 @@ class CheckpointConfig(QuantizationConfigMixin):
     """
 
     checkpoint_format: ClassVar[TableFormat]
-    tensor_names: ClassVar[tuple[str, ...]]
-    """The possible names of a linear's tensors in the checkpoint, including "weight"."""
-
-    @classmethod
-    def keys_of(cls, name: str) -> dict[str, str]:
-        """Return the possible full names of a quantized parameter's tensors, each with its name in the layer."""
-        stem = name.removesuffix("weight")
-        return {f"{stem}{each}": each for each in cls.tensor_names}
 
     def __init__(self, *, quant_method: str, quantize_activations: bool = True, **others: Any) -> None:
         self.quant_method: str = quant_method  # type: ignore[assignment]
@@ -149,13 +141,6 @@ class ModelOptConfig(CheckpointConfig):
     """The quantization_config of a checkpoint in ModelOpt's layout."""
 
     checkpoint_format = modelopt.FORMAT
-    tensor_names = ("weight", "weight_scale", "weight_scale_2", "input_scale")
-
-    @classmethod
-    def keys_of(cls, name: str) -> dict[str, str]:
-        """Return the possible names, as in the base class. Experts that are one tensor have different names."""
-        stem = f"{name.rpartition('.')[0]}." if "." in name else ""
-        return {key: key.removeprefix(stem) for key in modelopt.keys_of(name).values()}
 
 
 def _config_of(fields: dict[str, Any]) -> NVFP4WeightOnlyConfig:

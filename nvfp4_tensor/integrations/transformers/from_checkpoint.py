@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
-from nvfp4_tensor.checkpoints.formats import modelopt
+from nvfp4_tensor.checkpoints.formats import fp8, modelopt
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.origins import Origin, gather, read_pre_scale
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
@@ -47,9 +49,8 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
 
     def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._operation: Deserialize | None = None
         self.origins: dict[str, Origin] = {}
-        self._joins: list[WeightConverter] = []
+        self._conversions: list[WeightConverter] = []
         self._pre_scales: dict[str, Tensor | None] = {}
 
     def _process_model_before_weight_loading(
@@ -57,55 +58,46 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
     ) -> None:
         if not checkpoint_files:
             raise ValueError("an NVFP4 checkpoint cannot be loaded from a state_dict: pass its folder")
-        checkpoint = self.quantization_config.checkpoint_format.read(Path(checkpoint_files[0]).parent)
+        format = self.quantization_config.checkpoint_format
+        checkpoint = format.read(Path(checkpoint_files[0]).parent)
+        entries = checkpoint.entries
         self.origins = quantized_origins(model, checkpoint)
-        self._joins = missing_joins(model, checkpoint.entries)
         self.weights = set(self.origins)
-        self.fp8 = {name for name, each in self.origins.items() if checkpoint.entries[each.names[0]].fp8}
+        self.fp8 = {name for name, each in self.origins.items() if entries[each.names[0]].fp8}
         for module in [module for path, module in model.named_modules() if f"{path}.weight" in self.weights]:
             as_linear(module)
         with torch.device("cpu"):  # transformers makes models on the meta device
             self._pre_scales = {name: read_pre_scale(origin, checkpoint) for name, origin in self.origins.items()}
-        self._operation = Deserialize(self, checkpoint)
+        targets = {
+            key: target
+            for target, origin in self.origins.items()
+            for name in origin.names
+            for key in (fp8.keys_of if entries[name].fp8 else format.layout.keys_of)(name).values()
+            if key in checkpoint.shards.info
+        }
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-        for name in [origin.names[0] for origin in self.origins.values() if origin.is_whole]:
-            for full, key in self.quantization_config.keys_of(name).items():
-                self._operation.keys[apply_renamings(full, renamings)] = apply_renamings(name, renamings), key
+        # First: of the converters that match a tensor, transformers takes one.
+        self._conversions = [
+            CodedTensors(Deserialize(self, checkpoint), targets, renamings),
+            *missing_joins(model, entries),
+        ]
         # Scales of an FP8 cache belong to no parameter of the model, and transformers' caches do not use them. Those of
         # inputs are set at the end.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         others = [rf"{re.escape(suffix)}$" for suffix in (*CACHE_SCALES, f".{PRE_SCALE}")]
         model._keys_to_ignore_on_load_unexpected = {*ignored, *others}
 
-    def get_weight_conversions(self) -> list[WeightConverter]:
-        """Return the converter to NVFP4 weights, for linears and for experts that are one tensor in the checkpoint."""
-        assert self._operation is not None
-        return [Tensors(sorted({key for _, key in self._operation.keys.values()}), "weight", [self._operation])]
-
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], model: PreTrainedModel
     ) -> list[WeightTransform]:
-        """Let converters that join weights also collect the tensors of NVFP4 weights."""
-        conversions = [*weight_conversions, *self._joins]
-        if not all(origin.is_whole for origin in self.origins.values()):
-            conversions = [self._with_tensors(each) for each in conversions]
-        return [*conversions, *self.get_weight_conversions()]
-
-    def _with_tensors(self, usual: WeightTransform) -> WeightTransform:
-        if not isinstance(usual, WeightConverter) or not all(each.endswith("weight") for each in usual.source_patterns):
-            return usual
-        assert self._operation is not None
-        suffixes = self.quantization_config.tensor_names
-        sources = [re.sub("weight$", suffix, source) for source in usual.source_patterns for suffix in suffixes]
-        operation = Deserialize(self, self._operation.checkpoint, usual)
-        return usual.copy(sources, usual._original_target_patterns, operations=[operation])
+        """Add the converter to NVFP4 weights, and those that join dense weights where transformers has none."""
+        return [*self._conversions[:1], *weight_conversions, *self._conversions[1:]]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        # Saving writes plain tensors, so ours must not be reverted; others must be.
         conversions: Any = model._weight_conversions
-        # Saving writes plain tensors, so the conversions of NVFP4 weights must not be reverted; others must be.
-        kept = [usual for each in conversions for usual in _for_saving(each)]
-        model._weight_conversions = [each for each in kept if not any(each is join for join in self._joins)]  # type: ignore
-        self._operation, self._joins = None, []
+        model._weight_conversions = [each for each in conversions if not any(each is own for own in self._conversions)]  # type: ignore
+        self._conversions = []
         for name, scale in self._pre_scales.items():
             if scale is not None:
                 linear = model.get_submodule(name.rpartition(".")[0])
@@ -115,42 +107,38 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         check_complete(model)
 
 
-def _for_saving(conversion: WeightTransform) -> list[WeightTransform]:
-    ours = [each for each in getattr(conversion, "operations", ()) if isinstance(each, Deserialize)]
-    return [each.usual for each in ours if each.usual is not None] if ours else [conversion]
+class CodedTensors(WeightConverter):
+    """Collect the tensors of each NVFP4 parameter by their full names, also where it is joined of several weights."""
 
+    __slots__ = ("keys",)
 
-class Tensors(WeightConverter):
-    """Collect the tensors of NVFP4 weights by full name, because suffixes also match names like ``in_proj_weight``."""
-
-    __slots__ = ()
+    def __init__(self, operation: Deserialize, targets: Mapping[str, str], renamings: list[WeightRenaming]) -> None:
+        """targets: the parameter of each tensor. The model's renamings run before this converter."""
+        super().__init__("nvfp4_tensor", "weight", [operation])
+        self.source_patterns.extend(targets)  # without a regular expression, which could have thousands of branches
+        self.keys = {apply_renamings(key, renamings): (target, key) for key, target in targets.items()}
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Return (weight name, tensor name), or (source_key, None) for other tensors than those of NVFP4 weights."""
-        (operation,) = self.operations
-        assert isinstance(operation, Deserialize)
-        return operation.keys.get(source_key, (source_key, None))
+        """Return (parameter, tensor name), or (source_key, None) for other tensors than those of NVFP4 weights."""
+        return self.keys.get(source_key, (source_key, None))
+
+    def __deepcopy__(self, memo: dict) -> CodedTensors:
+        """Return a copy without tensors, which shares the names: transformers makes one for every tensor."""
+        copied = copy.copy(self)
+        copied.collected_tensors, copied.layer_targets = defaultdict(list), defaultdict(set)
+        return copied
 
 
 class Deserialize(ConversionOps):
-    """Convert the plain tensors of a weight, or of those that are joined to a parameter, to an NVFP4Tensor.
+    """Convert the plain tensors of a parameter, by their names in the checkpoint, to an NVFP4Tensor or FP8Tensor.
 
     Attributes:
         hf_quantizer: the quantizer; transformers does not cast the inputs of an operation that has one.
         checkpoint: the source of the tensors.
-        usual: the converter that joins dense weights to such a parameter; None for weights that are not joined.
-        keys: (weight name, tensor name) by the full name of each tensor, after the model's renamings, which run first.
     """
 
-    def __init__(
-        self, hf_quantizer: CheckpointQuantizer, checkpoint: FolderCheckpoint, usual: WeightConverter | None = None
-    ) -> None:
-        self.hf_quantizer, self.checkpoint, self.usual = hf_quantizer, checkpoint, usual
-        self.keys: dict[str, tuple[str, str]] = {}
-
-    def __deepcopy__(self, memo: dict) -> Deserialize:
-        """Return the operation itself: transformers copies it for every weight."""
-        return self
+    def __init__(self, hf_quantizer: CheckpointQuantizer, checkpoint: FolderCheckpoint) -> None:
+        self.hf_quantizer, self.checkpoint = hf_quantizer, checkpoint
 
     @with_reason
     @torch.no_grad()
@@ -158,10 +146,8 @@ class Deserialize(ConversionOps):
         self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Any]:
         dtype = model.get_parameter(full_layer_name).dtype
-        if full_layer_name not in self.hf_quantizer.origins:
-            return self._as_usual(input_dict, dtype, model=model, full_layer_name=full_layer_name, **kwargs)
-        origin = self.hf_quantizer.origins[full_layer_name]
-        parts, origin = gather(origin, _Collected(self.checkpoint, self._by_name(origin, input_dict)))
+        tensors = {name: collected[0] for name, collected in input_dict.items()}
+        parts, origin = gather(self.hf_quantizer.origins[full_layer_name], _Collected(self.checkpoint, tensors))
         assert isinstance(parts, LinearParts | FP8Tensor)
         if not self.hf_quantizer.quantization_config.quantize_activations:
             parts = parts.weight_only()
@@ -171,28 +157,6 @@ class Deserialize(ConversionOps):
         if not origin.is_whole:
             keep_origin(model, full_layer_name, origin)
         return {full_layer_name: parameter_of(model, full_layer_name, weight)}
-
-    def _as_usual(self, collected: dict[str, Any], dtype: torch.dtype, **kwargs: Any) -> dict[str, Any]:
-        assert self.usual is not None
-        collected = {source: [tensor.to(dtype) for tensor in tensors] for source, tensors in collected.items()}
-        patterns = {"source_patterns": self.usual.source_patterns, "target_patterns": self.usual.target_patterns}
-        for operation in self.usual.operations:
-            collected = operation.convert(collected, **{**kwargs, **patterns})
-        return collected
-
-    def _by_name(self, origin: Origin, collected: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Return the tensors by their names in the checkpoint. Collected tensors are in the order of experts."""
-        if self.usual is None:
-            path = origin.names[0][: origin.names[0].rfind(".") + 1]
-            return {f"{path}{key}": tensors[0] for key, tensors in collected.items()}
-        found: dict[str, Tensor] = {}
-        for source, names in zip(self.usual.source_patterns, zip(*origin.groups, strict=True), strict=True):
-            stem = source.removesuffix("weight")
-            for pattern, tensors in collected.items():
-                if pattern.startswith(stem):
-                    key = pattern.removeprefix(stem)
-                    found |= {n.removesuffix("weight") + key: t for n, t in zip(names, tensors, strict=True)}
-        return found
 
 
 class _Collected(View):
