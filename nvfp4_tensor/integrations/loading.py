@@ -1,9 +1,8 @@
 """Make weights of the parameters that a server's loaders fill: what the plug-ins of vLLM and SGLang share.
 
 The loaders fill plain parameters: packed codes, block scales in the order of the weight, and one scale for each of the
-weights that are fused (q, k and v). :func:`weight_of` turns them into an :class:`NVFP4Tensor`, with one per-tensor
-scale a row, so that fused weights with different scales are exact. :class:`Served` is what a server's method does with
-its layer.
+weights that are fused (q, k and v). :class:`Served`, what a server's method does with its layer, turns them into an
+:class:`NVFP4Tensor` with one per-tensor scale a row, so that fused weights with different scales are exact.
 
 Parameters can begin with arbitrary values, which look like scales, and vLLM reloads a layer into new, uninitialized
 ones. So scales begin as NaN, and each parameter of ours keeps a record of its loads.
@@ -11,7 +10,6 @@ ones. So scales begin as NaN, and each parameter of ours keeps a record of its l
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -101,131 +99,6 @@ def has_all_experts(parameter: nn.Parameter, shards: Sequence[str], count: int) 
     return all((shard, None) in found or sum(each[0] == shard for each in found) >= count for shard in shards)
 
 
-# --- a weight --------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """The parameters of one linear, or of one projection of all experts, as a server's loaders have filled them.
-
-    Attributes:
-        name: the layer's name, for messages.
-        qdata: uint8 (N, K / 2) or (E, N, K / 2), the even element in the low nibble.
-        scale: float8_e4m3fn (N, K / 16) or (E, N, K / 16), in the order of the weight; NaN where none was loaded.
-        factors: float32 (parts,) or (E, parts), one a fused weight; NaN where none was loaded.
-        rows: the rows of each fused weight, which sum to N.
-        input_scales: None, or float32 (parts,) or (E, parts); NaN where none was loaded.
-        divides: whether factors and input_scales are divisors, as compressed-tensors stores them.
-        quantizes_activations: whether the checkpoint is W4A4.
-    """
-
-    name: str
-    qdata: Tensor
-    scale: Tensor
-    factors: Tensor
-    rows: Sequence[int]
-    input_scales: Tensor | None
-    divides: bool
-    quantizes_activations: bool
-
-
-def weight_of(loaded: Loaded, dtype: torch.dtype) -> NVFP4Tensor:
-    """Return the weight: an NVFP4Tensor (N, K) or (E, N, K) that shares the codes.
-
-    Its ``per_tensor_scale`` is 0-d for one weight, and has one element a row for fused weights and experts. Its
-    ``activation_spec`` and ``activation_amax`` say how products quantize activations: not, with the static amax, or
-    with one scale a token. Fused weights and experts get the largest of their static amaxes, so that none of them clips
-    more than alone.
-
-    Raises:
-        ValueError: a scale was not loaded, is NaN, infinite or negative; scales were loaded for some of the fused
-            weights or experts only; or K is not a multiple of 16.
-    """
-    name, by_expert = loaded.name, loaded.qdata.dim() == 3
-    columns = loaded.qdata.shape[-1] * 2
-    if loaded.qdata.dtype != torch.uint8:
-        raise ValueError(
-            f"{name}: the weight is {loaded.qdata.dtype} and not packed NVFP4 codes (uint8), as of a head that is tied "
-            "to dense embeddings: add the layer to `ignore` in the checkpoint's quantization_config"
-        )
-    if columns % BLOCK or loaded.scale.shape[-1] * BLOCK != columns:
-        raise ValueError(
-            f"{name}: its {columns} columns on this rank have {loaded.scale.shape[-1]} block scales: they must be a "
-            f"multiple of {BLOCK}, with a scale for each {BLOCK}. Use fewer ranks of tensor parallelism"
-        )
-    parts = LinearParts(
-        qdata=loaded.qdata,
-        scale=loaded.scale,
-        per_tensor_scale=_row_factors(loaded, by_expert),
-        columns=columns,
-        quantizes_activations=loaded.quantizes_activations,
-        input_scale=_input_scale(loaded) if loaded.quantizes_activations else None,
-    )
-    if count := int(((parts.scale.view(torch.uint8) & 0x7F) == 0x7F).sum()):
-        raise ValueError(
-            f"{name}: {count} of {parts.scale.numel()} block scales were not loaded, or are NaN in the checkpoint: a "
-            "layer that the checkpoint keeps dense must be in `ignore` of its quantization_config"
-        )
-    try:
-        check_scales(parts)
-        static = parts.input_scale is not None
-        return tensor_of(parts, dtype, activation_spec=SPEC if static else SPEC_BY_TOKEN)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _row_factors(loaded: Loaded, by_expert: bool) -> Tensor:
-    """Return the per-tensor scales: 0-d for one weight, else one per row."""
-    factors = loaded.factors.detach().float()
-    missing = factors.isnan()
-    if missing.any():
-        # A checkpoint that stores q, k and v as one tensor has one scale, which loaders put first.
-        if by_expert or missing[0] or not missing[1:].all():
-            raise ValueError(
-                f"{loaded.name}: {int(missing.sum())} of {factors.numel()} per-tensor scales were not loaded, or are "
-                "NaN: the checkpoint is incomplete, or its names are not those of this model"
-            )
-        factors = factors[0].expand_as(factors)
-    if loaded.divides:
-        factors = factors.reciprocal()
-    if len(loaded.rows) == 1 and not by_expert:
-        return factors.reshape(()).clone()
-    rows = torch.tensor(loaded.rows, dtype=torch.int64, device=factors.device)
-    # The same form on every load: a reload writes into the memory that CUDA graphs read.
-    return factors.repeat_interleave(rows, dim=-1).reshape(-1).contiguous()
-
-
-def _input_scale(loaded: Loaded) -> Tensor | None:
-    """Return the static scale of the activations, 0-d, or None if the checkpoint has none."""
-    if loaded.input_scales is None:
-        return None
-    scales = loaded.input_scales.detach().float()
-    loaded_ones = ~scales.isnan()
-    if not loaded_ones.any():
-        return None
-    first_only = scales.dim() == 1 and bool(loaded_ones[0]) and not bool(loaded_ones[1:].any())
-    if not loaded_ones.all() and not first_only:
-        raise ValueError(
-            f"{loaded.name}: {int((~loaded_ones).sum())} of {scales.numel()} input scales are missing, so its "
-            f"activations have no scale: calibrate the model again, or set {SETTING}=w4a16 to keep activations dense"
-        )
-    found = scales[loaded_ones]
-    if loaded.divides:
-        found = found.reciprocal()
-    if not (found.isfinite() & (found > 0)).all():
-        raise ValueError(
-            f"{loaded.name}: an input scale is zero, negative or infinite: calibrate the model again, or set "
-            f"{SETTING}=w4a16 to keep activations dense"
-        )
-    return found.max()
-
-
-def differs_within(scales: Tensor) -> bool:
-    """Return whether fused weights have different static scales of their common input."""
-    found = scales[~scales.isnan()]
-    return found.numel() > 1 and bool((found != found[0]).any())
-
-
 # --- a layer ---------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +146,8 @@ class Served:
         """Put the weight of a linear in our layout in place of what was loaded. A second call does nothing.
 
         Raises:
-            ValueError: see :func:`weight_of`; a part was not loaded; or a reload changes how activations are quantized.
+            ValueError: a part was not loaded; a scale is NaN, infinite or negative; K is not a multiple of 16; or a
+                reload changes how activations are quantized.
         """
         self._adopt(layer, label, {"": ()})
 
@@ -304,54 +178,76 @@ class Served:
                 _replace(layer, f"nvfp4_{prefix}amax", weight.activation_amax)
 
     def _weight(self, layer: Any, label: str, prefix: str, shards: Sequence[str]) -> NVFP4Tensor:
-        """Return the weight of a linear, or with shards of experts, if all of it was loaded."""
-        names = self.names
-        stored = {name: getattr(layer, f"{prefix}{name}") for name in names[:3]}
-        inputs = getattr(layer, f"{prefix}{names.input_scale}", None) if self.quantizes_activations else None
-        count, rows = stored[names.qdata].shape[:2]
-        parts = [rows // len(shards)] * len(shards) if shards else layer.logical_widths
+        """Return the weight of a linear (N, K), or with shards of experts (E, N, K), which shares the codes.
 
-        def was_loaded(parameter: nn.Parameter) -> bool:
-            return has_all_experts(parameter, shards, count) if shards else is_whole(parameter, len(parts))
-
-        of = f" for all of {count} experts" if shards else ", or only in part"
-        if any(map(loads_of, stored.values())):  # else dummy weights, which nothing loads
-            for name, parameter in stored.items():
-                if not was_loaded(parameter):
-                    raise ValueError(
-                        f"{label}: {prefix}{name} was not loaded{of}: what the checkpoint keeps dense must be in "
-                        "`ignore` of its quantization_config"
-                    )
-            if inputs is not None and is_recorded(inputs) and not loads_of(inputs):
-                inputs = None
-            elif inputs is not None and not was_loaded(inputs):
-                raise ValueError(
-                    f"{label}: {prefix}{names.input_scale} was not loaded{of}: calibrate the model again, or set "
-                    f"{SETTING}=w4a16 to keep activations dense"
-                )
-
-        def scales(parameter: nn.Parameter) -> Tensor:
-            if shards:
-                return parameter.data.reshape(-1, len(shards))
-            data = parameter.data.clone().reshape(-1)
-            if loads_of(parameter) == {None}:  # one in the file for all: the others have arbitrary values
-                data[1:] = torch.nan
-            return data
-
-        input_scales = None if inputs is None else scales(inputs)
-        if input_scales is not None and not shards and differs_within(input_scales):
-            logger.warning("%s: fused weights have different input scales: the largest is used, so none clips", label)
-        loaded = Loaded(
-            name=f"{label}.{prefix}weight" if shards else label,
-            qdata=stored[names.qdata].data,
-            scale=stored[names.scale].data,
-            factors=scales(stored[names.factor]),
-            rows=parts,
-            input_scales=input_scales,
-            divides=names.divides,
+        Its ``per_tensor_scale`` is 0-d for one weight, and has one element a row for fused weights and experts. Its
+        ``activation_spec`` and ``activation_amax`` say how products quantize activations: not, with the static amax, or
+        with one scale a token. Fused weights and experts get the largest of their static amaxes, so that none of them
+        clips more than alone.
+        """
+        name = f"{label}.{prefix}weight" if shards else label
+        qdata, scale, factor = (getattr(layer, f"{prefix}{each}") for each in self.names[:3])
+        columns = qdata.shape[-1] * 2
+        if qdata.dtype != torch.uint8:
+            raise ValueError(
+                f"{name}: the weight is {qdata.dtype} and not packed NVFP4 codes (uint8), as of a head that is tied "
+                "to dense embeddings: add the layer to `ignore` in the checkpoint's quantization_config"
+            )
+        if columns % BLOCK or scale.shape[-1] * BLOCK != columns:
+            raise ValueError(
+                f"{name}: its {columns} columns on this rank have {scale.shape[-1]} block scales: they must be a "
+                f"multiple of {BLOCK}, with a scale for each {BLOCK}. Use fewer ranks of tensor parallelism"
+            )
+        rows = [qdata.shape[1] // len(shards)] * len(shards) if shards else layer.logical_widths
+        inputs = self._check_loaded(layer, label, prefix, shards, len(rows))
+        parts = LinearParts(
+            qdata=qdata.data,
+            scale=scale.data,
+            per_tensor_scale=_row_factors(name, self._numbers(factor, shards), rows),
+            columns=columns,
             quantizes_activations=self.quantizes_activations,
+            input_scale=None if inputs is None else _input_scale(name, self._numbers(inputs, shards)),
         )
-        return weight_of(loaded, layer.params_dtype)
+        if count := int(((parts.scale.view(torch.uint8) & 0x7F) == 0x7F).sum()):
+            raise ValueError(
+                f"{name}: {count} of {parts.scale.numel()} block scales were not loaded, or are NaN in the checkpoint: "
+                "a layer that the checkpoint keeps dense must be in `ignore` of its quantization_config"
+            )
+        spec = SPEC_BY_TOKEN if parts.input_scale is None else SPEC
+        try:
+            return tensor_of(check_scales(parts), layer.params_dtype, activation_spec=spec)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    def _check_loaded(
+        self, layer: Any, label: str, prefix: str, shards: Sequence[str], parts: int
+    ) -> nn.Parameter | None:
+        """Raise a ValueError if a parameter was not loaded, or only in part; return the input scales that were."""
+        *required, key = (f"{prefix}{each}" for each in self.names[:4])
+        stored = {name: getattr(layer, name) for name in required}
+        inputs = getattr(layer, key, None) if self.quantizes_activations else None
+        if not any(map(loads_of, stored.values())):  # dummy weights, which nothing loads
+            return inputs
+        if inputs is not None and is_recorded(inputs) and not loads_of(inputs):
+            inputs = None
+        missing_in = "what the checkpoint keeps dense must be in `ignore` of its quantization_config"
+        fixes = dict.fromkeys(stored, missing_in)
+        if inputs is not None:
+            stored[key] = inputs
+            fixes[key] = f"calibrate the model again, or set {SETTING}=w4a16 to keep activations dense"
+        for name, parameter in stored.items():
+            count = len(parameter)
+            if not (has_all_experts(parameter, shards, count) if shards else is_whole(parameter, parts)):
+                of = f" for all of {count} experts" if shards else ", or only in part"
+                raise ValueError(f"{label}: {name} was not loaded{of}: {fixes[name]}")
+        return inputs
+
+    def _numbers(self, parameter: nn.Parameter, shards: Sequence[str]) -> Tensor:
+        """Return per-tensor scales or input scales as factors, float32 (parts,) or (E, parts); NaN if not loaded."""
+        data = parameter.data.float().reshape((-1, len(shards)) if shards else -1)
+        if not shards and loads_of(parameter) == {None}:  # one in the file for all: the others have arbitrary values
+            data = torch.where(torch.arange(len(data), device=data.device) == 0, data, torch.nan)
+        return data.reciprocal() if self.names.divides else data
 
     def weight(self, layer: Any, prefix: str = "") -> Weight:
         """Return what products with a layer that is ready read."""
@@ -370,6 +266,41 @@ class Served:
         """Return :func:`serving.experts` of a layer that is ready."""
         gate_up, down = (self.weight(layer, prefix) for prefix in EXPERTS)
         return serving.experts(x, weights, ids, gate_up, down, combine, **options)
+
+
+def _row_factors(name: str, factors: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the per-tensor scales of weights of these rows: 0-d for one weight, else one per row."""
+    missing = factors.isnan()
+    if missing.any():
+        # A checkpoint that stores q, k and v as one tensor has one scale, which loaders put first.
+        if factors.dim() > 1 or missing[0] or not missing[1:].all():
+            raise ValueError(
+                f"{name}: {int(missing.sum())} of {factors.numel()} per-tensor scales were not loaded, or are NaN: the "
+                "checkpoint is incomplete, or its names are not those of this model"
+            )
+        factors = factors[0].expand_as(factors)
+    if len(rows) == 1 and factors.dim() == 1:
+        return factors.reshape(()).clone()
+    # The same form on every load: a reload writes into the memory that CUDA graphs read.
+    return factors.repeat_interleave(torch.tensor(rows, device=factors.device), dim=-1).reshape(-1)
+
+
+def _input_scale(name: str, scales: Tensor) -> Tensor | None:
+    """Return the static scale of the activations, 0-d, or None if the checkpoint has none."""
+    found, fix = scales[~scales.isnan()], f"set {SETTING}=w4a16 to keep activations dense"
+    if not found.numel():
+        return None
+    first_only = scales.dim() == 1 and len(found) == 1 and not scales[0].isnan()
+    if len(found) < scales.numel() and not first_only:
+        raise ValueError(
+            f"{name}: {scales.numel() - len(found)} of {scales.numel()} input scales are missing, so its activations "
+            f"have no scale: calibrate the model again, or {fix}"
+        )
+    if not (found.isfinite() & (found > 0)).all():
+        raise ValueError(f"{name}: an input scale is zero, negative or infinite: calibrate the model again, or {fix}")
+    if scales.dim() == 1 and (found != found[0]).any():
+        logger.warning("%s: fused weights have different input scales: the largest is used, so none clips", name)
+    return found.max()
 
 
 def _activations_of(weight: NVFP4Tensor) -> Activations:
