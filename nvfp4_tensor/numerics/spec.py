@@ -84,18 +84,10 @@ class QuantizeSpec:
             self._check_eden()
 
     def _check_eden(self) -> None:
-        allowed = {
-            "block_rows": 1,
-            "random_bits": 16,
-            "scale_rounding": ScaleRounding.NEAREST,
-            "four_over_six": None,
-            "scale_search": None,
-            "hadamard_sign": None,
-            "row_scaled": False,
-        }
-        for name, value in allowed.items():
-            if getattr(self, name) != value:
-                raise ValueError(f"round_mode='eden' needs {name}={value!s}, got {getattr(self, name)!s}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("round_mode", "scale_ceiling") and value != field.default:
+                raise ValueError(f"round_mode='eden' needs {field.name}={field.default!s}, got {value!s}")
 
     @property
     def _default_ceiling(self) -> int:

@@ -16,6 +16,7 @@ from nvfp4_tensor.numerics.optimizer_step import HYPER, Moments
 from nvfp4_tensor.ops.schemas import SymInt, op
 
 _CHUNK_ELEMENTS = 1 << 20
+"""Number of elements that are updated at a time, so that the intermediates of a large matrix are small."""
 
 
 @op(mutates_args=("weight", "r", "r_scale", "v", "v_exponent"))
@@ -38,7 +39,7 @@ def adamw_step(
         raise ValueError(f"weight must be bfloat16 or float32, not {weight.dtype}")
     moments = Moments(r, r_scale, v, v_exponent)
     _check(tuple(weight.shape), grad, moments, hyper, row0)
-    for rows in _chunks(weight):
+    for rows in layout.chunks(*weight.shape, _CHUNK_ELEMENTS):
         ratio = _step_moments(moments, rows, grad, hyper, rng_state, row0)
         weight[rows] = optimizer_step.dense_weight(weight[rows], ratio, hyper, rng_state, row0 + rows.start)
 
@@ -68,7 +69,7 @@ def adamw_step_codes(
         raise ValueError(f"qdata {tuple(qdata.shape)} and scale {tuple(scale.shape)} are not those of {rows} rows")
     scales = layout.unswizzle(scale, rows, blocks)
     factor = per_tensor_scale.reshape(())
-    for part in _chunks(grad):
+    for part in layout.chunks(*grad.shape, _CHUNK_ELEMENTS):
         ratio = _step_moments(moments, part, grad, hyper, rng_state, row0)
         qdata[part], scales[part] = optimizer_step.coded_weight(
             qdata[part], scales[part], factor, ratio, hyper, rng_state, row0 + part.start
@@ -111,12 +112,6 @@ def _step_moments(moments: Moments, rows: slice, grad: Tensor, hyper: Tensor, rn
     for part, value in zip(old, new, strict=True):
         part.view(torch.uint8).copy_(value.view(torch.uint8))
     return ratio
-
-
-def _chunks(x: Tensor) -> list[slice]:
-    """Return slices of rows of a limited number of elements, so that the intermediates of a large matrix are small."""
-    step = max(_CHUNK_ELEMENTS // max(x.shape[1], 1), 1)
-    return [slice(first, min(first + step, x.shape[0])) for first in range(0, x.shape[0] if x.shape[1] else 0, step)]
 
 
 def _check(shape: tuple[int, ...], grad: Tensor, moments: Moments, hyper: Tensor, row0: int) -> None:
