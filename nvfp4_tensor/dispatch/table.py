@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from nvfp4_tensor.dispatch.traces import check_write
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, register_operators
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.tiles import requantize
 from nvfp4_tensor.tensor.windows import Unreadable
@@ -61,7 +61,7 @@ def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), k
     return result
 
 
-register_operators(_dispatch)
+NVFP4Tensor.__torch_dispatch__ = classmethod(_dispatch)  # type: ignore[assignment,method-assign]
 
 
 # --- reads by decoding -----------------------------------------------------------------------------------------------

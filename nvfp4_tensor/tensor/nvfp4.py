@@ -30,19 +30,6 @@ with quietly():
     from torchao.utils import TorchAOBaseTensor
 
 
-def _no_operators(cls: type, func: Op, types: Types, args: Args, kwargs: Kwargs | None) -> Any:
-    raise RuntimeError(f"{func} needs the operators of NVFP4Tensor: import nvfp4_tensor.dispatch first")
-
-
-_operators: Callable[..., Any] = _no_operators
-
-
-def register_operators(operators: Callable[..., Any]) -> None:
-    """Set the function that ``__torch_dispatch__`` calls; importing :mod:`nvfp4_tensor.dispatch` does this."""
-    global _operators
-    _operators = operators
-
-
 @pin
 class NVFP4Tensor(Described, TorchAOBaseTensor):
     """A tensor of at least one dimension stored in NVFP4, 4.5 bits per element. Its dtype is ``orig_dtype``.
@@ -195,7 +182,8 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Op, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        return _operators(cls, func, types, args, kwargs)
+        """Raise a RuntimeError; importing :mod:`nvfp4_tensor.dispatch` replaces this method."""
+        raise RuntimeError(f"{func} needs the operators of NVFP4Tensor: import nvfp4_tensor.dispatch first")
 
     @classmethod
     def to_nvfp4(

@@ -1,7 +1,11 @@
 """The comparison of vLLM's kernels with ours: its numbers and its verdict. vLLM's engine does not run here."""
 
 import dataclasses
+import json
+import os
 import sys
+from argparse import Namespace
+from concurrent import futures
 
 import pytest
 
@@ -49,10 +53,35 @@ def test_a_first_run_by_our_kernels_is_no_comparison():
     assert "its numbers are not vLLM's" in check.problems(runs)[0]
 
 
-def test_help_needs_no_vllm(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.setattr(sys, "argv", ["check", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        check.main()
-    said = capsys.readouterr().out
-    assert "MODEL" in said and "--child" not in said
+class Engine:
+    """What the comparison calls of vLLM: texts of two tokens, by kernels of the setting's."""
+
+    def __init__(self, model, **options):
+        assert model == "m" and options["max_model_len"] == 2048 and not options["enable_prefix_caching"]
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+    def apply_model(self, count):
+        return [3 * (os.environ[check.SETTING] != "0")]
+
+    def generate(self, prompts, sampling, use_tqdm):
+        new = Namespace(token_ids=[7, 8][: sampling.max_tokens])
+        scores = [{token: Namespace(logprob=-1.0, rank=1) for token in (3, 4, 7, 8)}] * 4
+        return [Namespace(prompt_token_ids=[3, 4], outputs=[new], prompt_logprobs=scores) for _ in prompts]
+
+
+class InThisProcess(futures.ThreadPoolExecutor):
+    def __init__(self, workers, context):
+        assert context.get_start_method() == "spawn"
+        super().__init__(workers)
+
+
+def test_the_runs_and_what_they_write(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", Namespace(LLM=Engine, SamplingParams=Namespace))
+    monkeypatch.setattr(futures, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    arguments = check.parser().parse_args(["m", "--tokens", "2", "--json", str(tmp_path / "out.json")])
+    assert check.run(arguments) == 0
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [(name, each["served"], each["texts"][0]) for name, each in written.items()] == [
+        (name, 3 * bool(i), [3, 4, 7, 8]) for i, name in enumerate(check.RUNS)
+    ]

@@ -8,12 +8,12 @@ texts' agreement with the first and the speeds of prompts and of tokens.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -169,27 +169,21 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--enforce-eager", action="store_true", help="without torch.compile and CUDA graphs")
     found.add_argument("--tensor-parallel-size", type=int, default=1)
     found.add_argument("--json", type=Path, help="also write all numbers to this file")
-    found.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    found.add_argument("--first", type=Path, help=argparse.SUPPRESS)
     return found
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the three processes; return 0 if nothing is wrong."""
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for i, (name, setting) in enumerate(RUNS.items()):
-            out = Path(folder) / f"{i}.json"
-            command = [sys.executable, "-m", "nvfp4_tensor.integrations.vllm.check", *sys.argv[1:], "--child", str(out)]
-            if i:
-                command += ["--first", str(Path(folder) / "0.json")]
-            # In one process, so that the model can be asked which layers are ours.
-            environment = {**os.environ, SETTING: setting.value, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-            print(f"{name} ({SETTING}={setting.value}) ...", flush=True)
-            if subprocess.run(command, env=environment).returncode:
-                print(f"{name} failed: its error is above", file=sys.stderr)
-                return 1
-            results[name] = Result(**json.loads(out.read_text()))
+    options = {name: getattr(arguments, name) for name in ("max_model_len", "enforce_eager", "tensor_parallel_size")}
+    options["enable_prefix_caching"] = False  # a prompt that is read twice is to be computed twice
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the model can be asked which layers are ours
+    results: dict[str, Result] = {}
+    for name, setting in RUNS.items():
+        print(f"{name} ({SETTING}={setting.value}) ...", flush=True)
+        os.environ[SETTING] = setting.value
+        first = next(iter(results.values()), None)
+        with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            results[name] = process.submit(measure, arguments.model, arguments.tokens, first, options).result()
     print(report(results))
     if arguments.json:
         arguments.json.write_text(json.dumps({name: dataclasses.asdict(each) for name, each in results.items()}))
@@ -199,18 +193,5 @@ def run(arguments: argparse.Namespace) -> int:
     return bool(wrong)
 
 
-def main() -> int:
-    """Run the command line."""
-    arguments = parser().parse_args()
-    if arguments.child is None:
-        return run(arguments)
-    first = None if arguments.first is None else Result(**json.loads(arguments.first.read_text()))
-    options = {name: getattr(arguments, name) for name in ("max_model_len", "enforce_eager", "tensor_parallel_size")}
-    options["enable_prefix_caching"] = False  # a prompt that is read twice is to be computed twice
-    result = measure(arguments.model, arguments.tokens, first, options)
-    arguments.child.write_text(json.dumps(dataclasses.asdict(result)))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(parser().parse_args()))
