@@ -177,13 +177,11 @@ def test_experts_of_a_method(missing):
         return
     method.adopt_experts(layer, "experts", gated=True)
     assert method.activations == dict.fromkeys(EXPERTS, Activations.STATIC)
-    x, ids, ones = torch.randn(6, 64).bfloat16(), torch.tensor([[0], [1]] * 3), torch.ones(6, 1)
-    y = method.sum_experts(layer, x, ones, ids, serving.Combine.SILU)
-    for expert in range(2):
-        rows = rounded(x[expert::2], "static", 0.1) @ decoded([first[expert]]).t()
-        hidden = serving.combined(rows.bfloat16(), serving.Combine.SILU)
-        expected = rounded(hidden, "static", 0.1) @ decoded([second[expert]]).t()
-        assert (y[expert::2] - expected).norm() < 0.02 * expected.norm()
+    for prefix, parts in zip(EXPERTS, (first, second), strict=True):
+        w = method.weight(layer, prefix)  # products with them: test_serving.py
+        assert torch.equal(w.qdata, torch.stack([each.qdata for each in parts]))
+        assert torch.equal(w.per_tensor_scale.view(2, -1)[:, 0], torch.stack([each.per_tensor_scale for each in parts]))
+        assert w.amax == torch.tensor(0.1) * 2688
 
 
 def halves(tensors):

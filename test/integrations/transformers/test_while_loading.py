@@ -16,7 +16,7 @@ from helpers.hub_models import (
 )
 from torch import nn
 from torchao.quantization import quantize_
-from transformers import AutoModelForCausalLM, GptOssConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
 
 from nvfp4_tensor import (
     NVFP4Config,
@@ -85,13 +85,13 @@ def test_the_tied_head_stays_the_embedding(llama):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["tied", "with the head", "transposed experts"])
+@pytest.mark.parametrize("kind", ["tied", "with the head", "experts", "transposed experts"])
 def test_sizes_are_those_that_will_be_stored(llama, tmp_path, kind):
     """device_map="auto" uses these sizes: their sum over the meta model equals the bytes of the loaded one."""
-    if kind == "transposed experts":
+    if "experts" in kind:
         sizes = {**SIZES, "num_local_experts": 4, "intermediate_size": 64, "num_experts_per_tok": 2}
-        dense = random_model(GptOssConfig(**sizes))
-        dense.save_pretrained(folder := tmp_path / "gpt_oss")
+        dense = random_model((MixtralConfig if kind == "experts" else GptOssConfig)(**sizes))
+        dense.save_pretrained(folder := tmp_path / "experts")
     else:
         dense, folder = llama()
     options = {"quantize_lm_head": kind == "with the head"}
@@ -227,23 +227,19 @@ def test_a_file_that_names_the_shared_weight_after_the_head(llama):
     assert same_codes(model.lm_head.weight, quantize(dense.lm_head.weight, FOUR_OVER_SIX.weight))
 
 
-def test_it_is_saved_and_loaded_again(llama, ids, tmp_path):
-    model = with_head(llama()[1])
+def test_the_head_is_saved_as_of_a_folder_and_loaded_again(llama, ids, tmp_path):
+    _, folder = llama()
+    model = with_head(folder)
     nvfp4.save(model, tmp_path / "nvfp4")
-    config = json.loads((tmp_path / "nvfp4/config.json").read_text())
+    checkpoints.quantize(folder, tmp_path / "folder", spec=FOUR_OVER_SIX.weight, quantize_lm_head=True, progress=False)
+    assert same_file(tmp_path / "nvfp4", tmp_path / "folder")
     quantization = json.loads((tmp_path / "nvfp4/hf_quant_config.json").read_text())["quantization"]
-    assert config["tie_word_embeddings"] is False and quantization["exclude_modules"] == []
+    with checkpoints.read(tmp_path / "folder") as stored:
+        assert stored.entries["lm_head.weight"].quantized and quantization["exclude_modules"] == []
+    for each in ("nvfp4", "folder"):
+        assert json.loads((tmp_path / each / "config.json").read_text())["tie_word_embeddings"] is False
     again = assert_kept(model, ids, tmp_path / "saved")
     assert same_codes(again.lm_head.weight, model.lm_head.weight)
-
-
-def test_a_folder_quantized_without_a_model_is_the_same_codes(llama, tmp_path):
-    _, folder = llama()
-    with_head(folder).save_pretrained(tmp_path / "model")
-    checkpoints.quantize(folder, tmp_path / "folder", spec=FOUR_OVER_SIX.weight, quantize_lm_head=True, progress=False)
-    assert same_file(tmp_path / "model", tmp_path / "folder")
-    with checkpoints.read(tmp_path / "folder") as stored:
-        assert stored.entries["lm_head.weight"].quantized and stored.config["tie_word_embeddings"] is False
 
 
 def test_an_output_layer_that_it_does_not_take(llama):
