@@ -13,6 +13,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 TRAINED_EXPERTS = "nvfp4_"
@@ -30,7 +31,7 @@ def holds_nvfp4(weight: object) -> bool:
 def is_foreign(value: Tensor | nn.Module | None) -> bool:
     """Return whether a tensor or a module is one of another format."""
     local = getattr(value, "_local_tensor", value)
-    own = isinstance(local, NVFP4Tensor)
+    own = isinstance(local, NVFP4Tensor | FP8Tensor)
     return not own and any(base.__module__.startswith(_FORMATS) for base in type(local).__mro__)
 
 

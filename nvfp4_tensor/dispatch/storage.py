@@ -17,6 +17,7 @@ from nvfp4_tensor.dispatch.writes import write_codes, write_zeros
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.tiles import quantized_like
@@ -109,6 +110,8 @@ def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     its whole tensor's, which becomes the larger of both.
     """
     t, source = args[:2]
+    if isinstance(source, FP8Tensor):
+        return t.copy_(source.values(t.dtype))
     is_dense = not isinstance(source, NVFP4Tensor)
     if not isinstance(t, NVFP4Tensor):
         if isinstance(t, torch.nn.Parameter):

@@ -144,6 +144,9 @@ class FP8Tensor(TorchAOBaseTensor):
         values = decode(self.qdata, self.scale, self.spec.block, self.orig_dtype if dtype is None else dtype)
         return values.mT if self.transposed else values
 
+    def _parts(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
+
     @property
     def nbytes(self) -> int:  # type: ignore[override]  # torch's is a property too, of C
         """The bytes of the codes and scales."""

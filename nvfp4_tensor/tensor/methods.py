@@ -1,4 +1,4 @@
-"""Methods of torch.Tensor that access the storage. An NVFP4Tensor has one storage per inner tensor.
+"""Methods of torch.Tensor that access the storage. An NVFP4Tensor or FP8Tensor has one storage per inner tensor.
 
 These methods do not reach ``__torch_dispatch__``: torch would dereference a null pointer, or silently do nothing.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -14,23 +15,35 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, view_of
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 
-@NVFP4Tensor.implements_torch_function(Tensor.share_memory_)
+def _implements(*functions: Any) -> Callable[[Callable], Callable]:
+    """Register an implementation of torch functions on both tensors."""
+
+    def register(implementation: Callable) -> Callable:
+        for cls in (NVFP4Tensor, FP8Tensor):
+            cls.implements_torch_function(functions)(implementation)
+        return implementation
+
+    return register
+
+
+@_implements(Tensor.share_memory_)
 def _share_memory_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     for part in args[0]._parts():
         part.share_memory_()
     return args[0]
 
 
-@NVFP4Tensor.implements_torch_function(Tensor.is_shared)
+@_implements(Tensor.is_shared)
 def _is_shared(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
     return all(part.is_shared() for part in args[0]._parts())
 
 
-@NVFP4Tensor.implements_torch_function(Tensor.data_ptr)
+@_implements(Tensor.data_ptr)
 def _data_ptr(func: Op, types: Types, args: Args, kwargs: Kwargs) -> int:
     """Return the address of the codes, because accelerate and others tell tensors apart by it.
 
@@ -41,13 +54,14 @@ def _data_ptr(func: Op, types: Types, args: Args, kwargs: Kwargs) -> int:
     return args[0].qdata.data_ptr()
 
 
-@NVFP4Tensor.implements_torch_function(Tensor.data.__set__)  # type: ignore[attr-defined]  # a property of C
+@_implements(Tensor.data.__set__)  # type: ignore[attr-defined]  # a property of C
 def _set_data(func: Op, types: Types, args: Args, kwargs: Kwargs) -> None:
-    """Replace the fields of t by those of another NVFP4Tensor of any shape, dtype and device."""
+    """Replace the fields of t by those of another tensor of its class, of any shape, dtype and device."""
     t, new = args
-    if not isinstance(new, NVFP4Tensor):
+    if type(new) is not type(t):
+        name, into = type(t).__name__, "use t.copy_(x) to quantize x into t, or " * isinstance(t, NVFP4Tensor)
         raise RuntimeError(
-            f"t.data = x needs an NVFP4Tensor, got {type(new).__name__}: use t.copy_(x) to quantize x into t, or "
+            f"t.data = x of an {name} needs an {name}, got {type(new).__name__}: {into}"
             "module.weight = torch.nn.Parameter(x) to replace t"
         )
     with torch._C.DisableTorchFunctionSubclass():
@@ -80,12 +94,12 @@ def _deepcopy(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         return copied
 
 
-@NVFP4Tensor.implements_torch_function(Tensor.tolist)
+@_implements(Tensor.tolist)
 def _tolist(func: Op, types: Types, args: Args, kwargs: Kwargs) -> list:
     return args[0].dequantize().tolist()
 
 
-@NVFP4Tensor.implements_torch_function(torch.dequantize)
+@_implements(torch.dequantize)
 def _dequantize(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     return args[0].dequantize()
 
@@ -93,18 +107,13 @@ def _dequantize(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 OFFLOAD = "accelerate's disk_offload cannot store an NVFP4Tensor: use cpu_offload"
 
 
+@_implements(Tensor.apply_, Tensor.map_, Tensor.map2_, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
 def _raise_no_storage(func: Op, types: Types, args: Args, kwargs: Kwargs) -> NoReturn:
-    name = func.__name__
+    name, into = func.__name__, ", or t.copy_(x) to quantize x into t" * (NVFP4Tensor in types)
     raise RuntimeError(
-        f"Tensor.{name} needs one storage of plain elements, which an NVFP4Tensor does not have: "
-        f"use t.dequantize().{name}(...) for a dense copy, or t.copy_(x) to quantize x into t"
-        + (f". {OFFLOAD}" if name == "numpy" else "")
+        f"Tensor.{name} needs one storage of plain elements, which an {types[0].__name__} does not have: "
+        f"use t.dequantize().{name}(...) for a dense copy{into}" + (f". {OFFLOAD}" if name == "numpy" else "")
     )
-
-
-NVFP4Tensor.implements_torch_function([
-    Tensor.apply_, Tensor.map_, Tensor.map2_, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__,
-])(_raise_no_storage)  # fmt: skip
 
 
 _to_dlpack: Any = torch.utils.dlpack.to_dlpack
@@ -112,8 +121,8 @@ _to_dlpack: Any = torch.utils.dlpack.to_dlpack
 
 @functools.wraps(_to_dlpack)
 def _checked_to_dlpack(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if isinstance(tensor, NVFP4Tensor):  # torch asks no subclass, and reading the null pointer would end the process
-        _raise_no_storage(Tensor.__dlpack__, (), (), {})
+    if isinstance(tensor, NVFP4Tensor | FP8Tensor):  # torch asks no subclass, and would read a null pointer
+        _raise_no_storage(Tensor.__dlpack__, (type(tensor),), (), {})
     return _to_dlpack(tensor, *args, **kwargs)
 
 

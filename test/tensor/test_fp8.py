@@ -11,7 +11,7 @@ from helpers.instruction_sets import assert_op, assert_same_bits, needs_library
 from torch import nn
 from torch.nn.functional import linear
 
-from nvfp4_tensor import FP8Activations, FP8Spec, FP8Tensor
+from nvfp4_tensor import FP8Activations, FP8Spec, FP8Tensor, quantize
 from nvfp4_tensor.numerics import fp8 as numerics
 from nvfp4_tensor.tensor.fp8 import decode
 
@@ -147,23 +147,82 @@ def test_what_happens_to_modules(spec):
         assert copy.copy(half).to("meta").weight.qdata.is_meta
 
 
-def test_the_gradient_is_that_of_the_decoded_weight():
-    w = fp8((24, 32), FP8Spec((1, 0), TOKEN), torch.float32)
-    x, b = torch.randn(5, 32, requires_grad=True), torch.randn(24, requires_grad=True)
+@pytest.mark.parametrize("activations", [None, TOKEN])
+def test_the_gradients_are_those_of_the_decoded_weight(activations):
+    """The result has the bits of inference; a weight that takes a gradient has one, which an optimizer cannot use."""
+    w = nn.Parameter(fp8((24, 32), FP8Spec((1, 0), activations)))
+    dense, x = nn.Parameter(w.detach().dequantize()), torch.randn(2, 5, 32).bfloat16().requires_grad_()
+    b, dy = torch.randn(24).bfloat16().requires_grad_(), torch.randn(2, 5, 24).bfloat16()
     y = linear(x, w, b)
-    dy = torch.randn_like(y)
-    y.backward(dy)
-    torch.testing.assert_close(x.grad, dy @ w.dequantize())
-    torch.testing.assert_close(b.grad, dy.sum(0))
-    x = torch.randn(5, 32, requires_grad=True)
+    with torch.no_grad():
+        assert torch.equal(y, linear(x, w, b))
+    found = torch.autograd.grad(y, (x, w, b), dy) + torch.autograd.grad(x @ w.T, (x, w), dy)
+    expected = torch.autograd.grad(linear(x, dense, b), (x, dense, b), dy) + torch.autograd.grad(
+        x @ dense.T, (x, dense), dy
+    )
+    assert all(map(torch.equal, found, expected))
+    if activations is None:
+        assert torch.equal(torch.func.grad(lambda x: (linear(x, w, b) * dy).sum())(x), expected[0])
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(type(t)) or t, lambda t: t):
-        linear(x, w).sum()
+        linear(x, w.detach()).sum()
     assert saved == [FP8Tensor]  # no decoded weight
+    w.grad = found[1]
+    with pytest.raises(RuntimeError, match="on an FP8Tensor, whose codes are read-only"):
+        torch.optim.AdamW([w]).step()
 
 
-def test_other_operators_decode_or_say_no():
-    w, dense = fp8((3, 24, 32), FP8Spec()), None
+def test_copies_between_dense_fp8_and_nvfp4():
+    """load_state_dict copies codes of one form, and decodes for others; what would round to FP8 is refused."""
+    spec, other = FP8Spec((1, 0)), FP8Spec()
+    linears = {
+        "fp8": fp8((40, 96), spec),
+        "nvfp4": quantize(torch.randn(40, 96).bfloat16()),
+        "dense": torch.ones(40, 96),
+    }
+    for name, kept in linears.items():
+        for source in (fp8((40, 96), spec, torch.float16, seed=3), fp8((40, 96), other, seed=4)):
+            module = nn.Linear(96, 40, bias=False)
+            module.weight = nn.Parameter(kept.clone(), False)
+            if name == "fp8" and source.spec != spec:
+                with pytest.raises(
+                    RuntimeError, match=r"codes of its own form only: load_state_dict\(..., assign=True\)"
+                ):
+                    module.load_state_dict({"weight": source})
+                continue
+            module.load_state_dict({"weight": source})
+            values = source.dequantize(module.weight.dtype)
+            assert type(module.weight.data) is type(kept)
+            assert torch.equal(module.weight, quantize(values).dequantize() if name == "nvfp4" else values)
+    for name in ("dense", "nvfp4"):
+        with pytest.raises(RuntimeError, match="own form only"):
+            linears["fp8"].copy_(linears[name])
+    empty = nn.Parameter(linears["fp8"], False).to("meta")
+    empty = torch.empty_like(empty, device="cpu").copy_(linears["fp8"])  # to_empty and a state dict
+    assert isinstance(empty, FP8Tensor) and torch.equal(empty, linears["fp8"])
+
+
+def test_storages_are_those_of_the_parts():
+    w, other = fp8((40, 96), FP8Spec((0, 0), TENSOR), static=0.5), fp8((8, 16), FP8Spec((1, 0)), torch.float16)
+    assert w.share_memory_().is_shared() and all(part.is_shared() for part in w._parts()) and len(w._parts()) == 3
+    assert w.data_ptr() == w.qdata.data_ptr() and w.tolist() == w.dequantize().tolist()
+    for call in (lambda: w.numpy(), lambda: torch.from_dlpack(w), lambda: torch.utils.dlpack.to_dlpack(w)):
+        with pytest.raises(RuntimeError, match=r"an FP8Tensor does not have: use t.dequantize\(\)"):
+            call()
+    w.data = other
+    assert (w.shape, w.dtype, w.spec) == (other.shape, other.dtype, other.spec) and torch.equal(w, other.dequantize())
+    with pytest.raises(RuntimeError, match="an FP8Tensor needs an FP8Tensor, got Tensor"):
+        w.data = torch.ones(8, 16)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_other_operators_decode_or_say_no(inference):
+    w = fp8((3, 24, 32), FP8Spec())
+    with torch.inference_mode(inference):
+        check_other_operators(w)
+
+
+def check_other_operators(w):
     dense = w.dequantize()
     x = torch.randn(3, 5, 32).bfloat16()
     assert torch.equal(x @ w.mT, x @ dense.mT) and torch.equal(w + 1, dense + 1)

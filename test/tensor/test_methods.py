@@ -79,9 +79,10 @@ def test_methods_that_need_a_storage_raise_with_their_name(call):
 
 EVERY_METHOD = """
 import ctypes, os, signal, sys, torch
-from nvfp4_tensor import NVFP4Tensor, quantize
-NVFP4Tensor.planted = lambda t: ctypes.string_at(0)
-source, x = quantize(torch.randn(4, 32)), torch.ones(4, 32)
+from nvfp4_tensor import FP8Tensor, quantize
+x = torch.ones(4, 32)
+source = quantize(x) if sys.argv[1] == "NVFP4Tensor" else FP8Tensor(x.to(torch.float8_e4m3fn), torch.ones(1, 1))
+type(source).planted = lambda t: ctypes.string_at(0)
 arguments = [(), (0,), (lambda value: value,), (x,), (x, lambda a, b: a), (0, 1), ((4, 32),), (x, x), (torch.int32,)]
 shout = os.dup(2)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -98,10 +99,11 @@ for name in [*(name for name in dir(torch.Tensor) if name != "__class__"), "plan
 """
 
 
-def test_no_method_of_a_tensor_crashes():
+@pytest.mark.parametrize("kind", ["NVFP4Tensor", "FP8Tensor"])
+def test_no_method_of_a_tensor_crashes(kind):
     """The process ends at the first that does: the last one, which is planted and reads a null pointer."""
     run = subprocess.run(
-        [sys.executable, "-c", EVERY_METHOD], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", EVERY_METHOD, kind], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     assert run.returncode < 0 and run.stderr.split()[-1] == "planted", run.stderr
 

@@ -16,6 +16,7 @@ from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.quantization.weights import shared_amax
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import quantized_like
 from nvfp4_tensor.training.weights.base import scale_groups
@@ -130,7 +131,11 @@ def _group_by_target(
         if target is None:
             continue
         target_name, index = (target, 0) if isinstance(target, str) else target
-        if isinstance(tensor, NVFP4Tensor) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        if (
+            isinstance(tensor, NVFP4Tensor | FP8Tensor)
+            or not isinstance(tensor, Tensor)
+            or tensor.layout != torch.strided
+        ):
             raise TypeError(f"{name} has to be a dense tensor, not a {type(tensor).__name__}")
         if index in given.setdefault(target_name, {}):
             raise KeyError(f"{target_name}, slice {index}, is given twice, the second time by {name}")
@@ -156,6 +161,8 @@ def _abbreviated(names: list[str]) -> str:
 def _check_write(name: str, target: Tensor, slices: list[Tensor], indices: _Slices) -> None:
     if set(indices) != set(range(len(slices))):
         raise KeyError(f"{name} has slices {sorted(indices)}, but others are missing. Nothing was written")
+    if isinstance(target, FP8Tensor):
+        raise ValueError(f"{name} is FP8, whose codes are read-only: dequantize it, or leave it out with strict=False")
     if target.is_meta:
         raise ValueError(f"{name} is on the meta device: materialize the model first")
     if isinstance(target, NVFP4Tensor):

@@ -6,7 +6,7 @@ from helpers.bits import stored_bits
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts
+from nvfp4_tensor import FP8Tensor, NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.training import refit_
 
@@ -137,6 +137,18 @@ def test_errors_leave_the_model_unchanged(weights, options, error, message):
     with pytest.raises(error, match=message):
         refit_(model, weights(), **options)
     assert torch.equal(stored_bits(*tensors(model)), before)
+
+
+def test_fp8_weights_are_refused():
+    codes = FP8Tensor(torch.ones(24, 48).to(torch.float8_e4m3fn), torch.ones(1, 1))
+    with pytest.raises(TypeError, match="not a FP8Tensor"):
+        refit_(server(), given({"2.weight": codes}))
+    model = server()
+    model[2].weight = torch.nn.Parameter(codes, False)
+    before = stored_bits(model[0].weight)
+    with pytest.raises(ValueError, match=r"2.weight is FP8, whose codes are read-only.*strict=False"):
+        refit_(model, given())
+    assert torch.equal(stored_bits(model[0].weight), before)
 
 
 @pytest.mark.gpu
