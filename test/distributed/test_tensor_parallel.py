@@ -6,11 +6,10 @@ import torch.distributed as dist
 from helpers.bits import relative_error as error
 from helpers.run_ranks import here, mesh_of_all, on_ranks
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import quantize_
-from torchao.testing import utils as torchao_tests
 
 from nvfp4_tensor import (
     NVFP4Config,
@@ -61,37 +60,6 @@ def y_and_dx(model, x):
 
 
 # --- DTensors and PyTorch's plans ------------------------------------------------------------------------------------
-
-
-class Linear(nn.Module):
-    """What torchao's test shards: a linear by that name."""
-
-    def __init__(self, columns, rows, dtype):
-        super().__init__()
-        self.linear = nn.Linear(columns, rows, bias=False, dtype=dtype)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
-@on_ranks(2, cuda=True)
-@pytest.mark.parametrize(("config", "dtype"), [("weight only", torch.bfloat16), ("w4a4", torch.float32)], ids=str)
-def test_shards_as_torchao_tests_them(config, dtype):
-    """The steps of TorchAOTensorParallelTestCase.test_tp, with its own functions that shard."""
-    torch.manual_seed(5)
-    mesh = mesh_of_all()
-    up, down = Linear(256, 128, dtype).to(here()), Linear(128, 256, dtype).to(here())
-    x = 100 * torch.randn(16, 256, dtype=dtype).to(here())
-    for m in (up, down):
-        quantize_(m, CONFIGS[config])
-    expected = down(up(x))
-    case = torchao_tests.TorchAOTensorParallelTestCase
-    up, down = case.colwise_shard(up, mesh), case.rowwise_shard(down, mesh)
-    x = DTensor.from_local(x, mesh, [Replicate()])
-    y = down(up(x)).full_tensor()
-    assert error(y, expected) < TOLERANCES[config]
-    compiled = torch.compile(down, backend="aot_eager")(torch.compile(up, backend="aot_eager")(x)).full_tensor()
-    assert error(compiled, y) < TOLERANCES["weight only"]
 
 
 @on_ranks(2, 4, cuda=True)

@@ -65,16 +65,6 @@ def test_the_same_bits_many_times(shape, rows):
     check(x, codes, scale, factor(), repeats=50)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 16, 24, 40])
-def test_rows_of_x_at_any_address(rows):
-    """Strided, and aligned to less than the kernel of Hopper takes."""
-    for shape in ((256, 4096), (128, 256)):
-        codes, scale = random_weight(*shape)
-        x = torch.randn(rows, shape[1] + 104, device="cuda").bfloat16()
-        for first in (0, 8, 20, 1, 12):
-            check(x[:, first : first + shape[1]], codes, scale, factor())
-
-
 @pytest.mark.parametrize("rows, shape", [
     (2, (6, 384, 8192)), (11, (6, 384, 8192)), (12, (2, 1024, 4096)), (40, (2, 1024, 4096)), (12, (3, 200, 2048)),
     (40, (3, 200, 2048)), (300, (3, 3000, 512)), (520, (3, 3000, 512)),
@@ -145,16 +135,6 @@ def test_tiles_that_blocks_share(shape, rows):
     cut = zero_padding(codes, columns)[:, : blocks * 8].contiguous()
     check(x[:, :columns], cut, scale[:, : -(-blocks // 4)].contiguous(), factor(), columns=columns)
     check(x, codes[:-3], scale, factor(), bias=torch.randn(shape[0] - 3, device="cuda"))
-
-
-@pytest.mark.parametrize(
-    "shape, rows",
-    [((4096, 4096), m) for m in (16, 24, 64)]
-    + [((14336, 8192), 16), ((10240, 4096), 24), ((10240, 4096), 64), ((11008, 4096), 128)],
-)
-def test_tiles_of_several_blocks_in_float16(shape, rows):
-    codes, scale = random_weight(*shape, high=0x48)
-    check(torch.randn(rows, shape[1], device="cuda").half(), codes, scale, factor(), repeats=20)
 
 
 @pytest.mark.parametrize("rows", [520, 1024])

@@ -4,28 +4,12 @@ import math
 
 import pytest
 import torch
-from helpers.instruction_sets import needs_library
-from helpers.optimizer_steps import SEED, assert_same, hyper, moments, run, same, vector_step, weight_of
+from helpers.optimizer_steps import SEED, hyper, moments, run, same, vector_step, weight_of
 
 from nvfp4_tensor import QuantizeSpec, quantize
 from nvfp4_tensor.numerics import layout, optimizer_step
 from nvfp4_tensor.numerics.optimizer_step import Moments
 from nvfp4_tensor.ops.schemas import plain
-
-
-@needs_library
-@pytest.mark.parametrize("kind", ["codes", torch.bfloat16, torch.float32, "vector"])
-def test_plain_torch_has_the_bits_of_the_kernels(kind):
-    """Of all shapes, dtypes and odd gradients: test/ops/test_optimizer.py."""
-    if kind == "vector":
-        old = [torch.randn(130) * 0.05], [torch.zeros(130), torch.zeros(130)]
-    else:
-        old = weight_of(kind, 33, 40), moments(33, 40)
-    for step in range(1, 6):
-        grad = torch.randn(old[0][0].shape if kind != "codes" else (33, 40)) * 0.01 * 100.0 ** (step % 3)
-        new = [one_step(kind, old, grad, step, 10.0**-step, ops) for ops in (torch.ops.nvfp4, plain)]
-        assert_same(*new)
-        old = new[1]
 
 
 def decoded(state):

@@ -2,7 +2,6 @@
 
 import copy
 import multiprocessing
-import pickle
 import subprocess
 import sys
 
@@ -199,10 +198,3 @@ def test_a_part_stays_a_part(way):
     rest[1:19] = 0
     assert torch.equal(whole.dequantize(), rest) and torch.equal(transposed.dequantize(), rest.t())
     assert torch.equal(t.dequantize(), rest if way is through_a_queue else before)
-
-
-@pytest.mark.parametrize("shape", [(256, 128), (4, 100)])
-def test_a_flattened_tensor_can_be_pickled(shape):
-    t = matrix(*shape)
-    flat = pickle.loads(pickle.dumps(t.flatten()))
-    assert torch.equal(flat.view(shape).dequantize(), t.dequantize())
