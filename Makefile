@@ -85,8 +85,7 @@ format: $(VENV)/.dev  ## the sources as `make lint` wants them
 build: $(VENV)/.build native  ## the native libraries for every GPU, into the sources; NVFP4_CUDA_ARCHS="90a" narrows them
 
 docs: $(VENV)/.docs  ## the documentation as a site (build/docs); a dead link fails it
-	$(BIN)/python -m benchmarks.performance_page
-	$(BIN)/python -m benchmarks.accuracy_page
+	$(BIN)/python -m benchmarks.pages
 	$(BIN)/zensical build --strict --clean
 
 sdist: $(VENV)/.release  ## the sources as pip takes them (dist/)

@@ -2,7 +2,6 @@
 
     python -m benchmarks.accuracy.training_quality --out FOLDER                  # about two minutes on an H200
     python -m benchmarks.accuracy.training_quality --device cpu --size tiny --batch 2 --length 64 --steps 40
-    python -m benchmarks.accuracy.training_quality --report FILE                 # table and picture of a result
 
 These defaults (2m, 700 steps) show that recipes train; their runs differ by more than recipes do. The table of the
 guide took --size 20m --steps 3120 --batch 64 --learning-rate 1.2e-3.
@@ -35,7 +34,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks.accuracy.graph_trainer import GraphTrainer
-from benchmarks.accuracy.recipe_table import VARIANTS, draw, table
+from benchmarks.accuracy.recipe_table import VARIANTS, table
 from benchmarks.harness import at_least, commit, record, result_path, save
 from nvfp4_tensor.training import RECIPES, Recipe, WeightForDx
 from tutorials.train_llama import SHAPES, Settings, corpus
@@ -247,24 +246,19 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_path("purelib")), help="where the texts are")
     parser.add_argument("--limit", type=at_least(1), default=64_000_000, help="bytes of each text")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
-    parser.add_argument("--report", type=Path, help="make table and picture of this result, and run nothing")
     options = parser.parse_args()
-    if options.report:
-        path, content = options.report, json.loads(options.report.read_text())
-    else:
-        fields = ("size", "steps", "batch", "length", "learning_rate", "device")
-        settings = Settings(**{field: getattr(options, field) for field in fields})
-        if options.model:
-            own = json.loads(Path(options.model, "training.json").read_text())["settings"]
-            vocabulary = json.loads(Path(options.model, "config.json").read_text())["vocab_size"]
-            settings = dataclasses.replace(settings, size=own["size"], length=own["length"], vocabulary=vocabulary)
-            options.branch = Path(options.model)
-        path = result_path(torch.device(options.device), subject_of(options.size, options.branch), options.out)
-        content = study(options, settings, path)
+    fields = ("size", "steps", "batch", "length", "learning_rate", "device")
+    settings = Settings(**{field: getattr(options, field) for field in fields})
+    if options.model:
+        own = json.loads(Path(options.model, "training.json").read_text())["settings"]
+        vocabulary = json.loads(Path(options.model, "config.json").read_text())["vocab_size"]
+        settings = dataclasses.replace(settings, size=own["size"], length=own["length"], vocabulary=vocabulary)
+        options.branch = Path(options.model)
+    path = result_path(torch.device(options.device), subject_of(options.size, options.branch), options.out)
+    content = study(options, settings, path)
     text = table(content["runs"])
     print(text)
     save(path, content, text)
-    draw(content["runs"], path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

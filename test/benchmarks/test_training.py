@@ -73,8 +73,9 @@ def test_a_study_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
     assert "2 of 2 runs are left" in capsys.readouterr().out
     runs = study("bf16", "nvidia")
     assert runs[:2] == first and len(runs) == 4 and all(3 < each["validation"] < 6 for each in runs)
-    mean = sum(each["validation"] for each in runs if (each["variant"], each["text"]) == ("nvidia", "Python"))
-    assert f"| nvidia | {mean:.4f} |" in (tmp_path / "cpu/training_quality_tiny.txt").read_text()
+    losses = {each["variant"]: each["validation"] for each in runs if each["text"] == "Python"}
+    increase = f"{100 * (losses['nvidia'] / losses['bf16'] - 1):.2f}"
+    assert f"| `nvidia` | {increase} ({increase}) |" in (tmp_path / "cpu/training_quality_tiny.txt").read_text()
     with pytest.raises(ValueError, match="other settings \\(steps\\)"):
         study("bf16", "--steps", "3")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import nvfp4_tensor
-from benchmarks import accuracy_page, performance_page
+from benchmarks import pages
 from nvfp4_tensor.numerics import layout, philox
 
 ROOT = Path(__file__).parents[2]
@@ -99,28 +99,24 @@ def test_known_answers_of_the_contract() -> None:
         assert swizzled[eval(formula[1], {"C4": 3, "r": r, "c": c})] == scale[r, c]
 
 
-def test_performance_is_of_the_results() -> None:
-    """docs/performance.md and its figure are what benchmarks/results give now: `make docs` makes them."""
-    assert performance_page.PAGE.read_text() == performance_page.page()
-    assert performance_page.FIGURE.read_text() == performance_page.figure()
-    runs = performance_page.load("h200", "matmul_published")["runs"]  # one row of it, worked out another way
+def test_tables_are_of_the_results() -> None:
+    """Pages and the figure are what benchmarks/results give now: `make docs` makes them."""
+    assert all(path.read_text() == pages.page(path) for path in pages.PAGES)
+    assert pages.FIGURE.read_text() == pages.figure()
+    runs = pages.load("h200", "matmul_published")["runs"]  # one row of it, worked out another way
     means = [statistics.geometric_mean(run["chain"][i]["ratio"]["nvfp4"] for run in runs) for i in range(12)]
     row = "| in a chain, geometric mean | " + " | ".join(f"{mean:.2f}" for mean in means) + " |"
-    assert row in performance_page.page().splitlines()
-
-
-def test_tables_of_accuracy_are_of_the_results() -> None:
-    assert all(path.read_text() == accuracy_page.page(path) for path in accuracy_page.GUIDES)
+    assert row in pages.PAGES[0].read_text().splitlines()
 
 
 def test_figures_of_the_readme() -> None:
     """Its tables are of the newest results."""
-    peaks = {row["recipe"]: row["peak_bytes"] for row in performance_page.load("h200", "generate")["runs"][0]["rows"]}
+    peaks = {row["recipe"]: row["peak_bytes"] for row in pages.load("h200", "generate")["runs"][0]["rows"]}
     speeds: dict[str, float] = {}
-    for row in performance_page.load("h200", "generation_llama-8b")["rows"]:
+    for row in pages.load("h200", "generation_llama-8b")["rows"]:
         if row["batch"] == 1 and row["weights"] in ("bf16", "NVFP4"):
             speeds[row["weights"]] = max(speeds.get(row["weights"], 0), row["tokens_per_second"])
-    quality = {row["name"]: row for row in performance_page.load("cpu", "perplexity")["rows"]}
+    quality = {row["name"]: row for row in pages.load("cpu", "perplexity")["rows"]}
     rows = [
         f"| {peaks['bf16'] / 1e9:.2f} GB | {peaks['weight-only'] / 1e9:.2f} GB |",
         f"| {speeds['bf16']:.0f} | {speeds['NVFP4']:.0f} |",

@@ -1,52 +1,34 @@
-"""Generate docs/performance.md and its figure from benchmarks/results: python -m benchmarks.performance_page [--check]
+"""The measured tables of the documentation and the figure, from benchmarks/results: python -m benchmarks.pages
 
-All numbers in the page's tables come from the benchmarks' JSON files; performance_page.template.md has the text. This
-module does not need torch, so that the page can be generated with the documentation. A test checks that the committed
-page is up to date.
+A page has its tables between comments that name them (:data:`BLOCKS`); all numbers come from the JSON of benchmarks.
+``make docs`` writes them, and a test compares. This needs no torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
 import statistics
-import string
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.accuracy import recipe_table
 from benchmarks.performance_figure import Line, Panel, draw
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-TEMPLATE = Path(__file__).with_suffix(".template.md")
-PAGE, FIGURE = ROOT / "docs" / "performance.md", ROOT / "docs" / "images" / "speed.svg"
-"""A picture of the results, and where the page shows it."""
+PAGES = [ROOT / "docs" / name for name in ("performance.md", "guides/accuracy.md")]
+FIGURE = ROOT / "docs" / "images" / "speed.svg"
 PEERS = ("humming", "quack")
 KINDS = {"single": "single", "chain": "in a chain"}
-MODELS = {"mixtral": "Mixtral-8x7B", "deepseek": "DeepSeek-like", "llama-8b": "Llama-8B", "smollm2": "SmolLM2-135M"}
+MODELS = {"mixtral": "Mixtral-8x7B", "deepseek": "DeepSeek-like"}
 
 
 def load(machine: str, subject: str) -> dict:
     """Load a result file."""
     return json.loads((RESULTS / machine / f"{subject}.json").read_text())
-
-
-def measured(machine: str, subject: str) -> bool:
-    """Return whether there is a result; the template's sections "if machine/subject" need one."""
-    return (RESULTS / machine / f"{subject}.json").exists()
-
-
-def measured_sections(text: str) -> str:
-    """Return the template without the sections whose results do not exist."""
-
-    def section(found: re.Match[str]) -> str:
-        return found[2] if measured(*found[1].split("/")) else ""
-
-    return re.sub(r"<!-- if (\S+) -->\n(.*?)<!-- end -->\n", section, text, flags=re.DOTALL)
 
 
 # --- Markdown --------------------------------------------------------------------------------------------------------
@@ -69,10 +51,6 @@ def source(*results: dict) -> str:
     of_rows = [row["commit"][:7] for row in rows if "commit" in row] or [result["commit"][:7]]
     commits = " and ".join(dict.fromkeys(of_rows))
     return f"{commands}  \n{where}; {packages}; commit {commits}."
-
-
-def source_if_measured(machine: str, subject: str) -> str:
-    return source(load(machine, subject)) if measured(machine, subject) else ""
 
 
 def name_of(shape: Sequence[int]) -> str:
@@ -161,8 +139,6 @@ def products_cpu() -> str:
 
 def products_amx() -> str:
     """Return a table of torch's time over ours by rows of x, for each number of threads and shape of an Intel CPU."""
-    if not measured("cpu", "matmul_intel"):
-        return ""
     runs = load("cpu", "matmul_intel")["runs"]
     lines: dict[str, dict[int, str]] = {}
     for run in runs:
@@ -199,11 +175,9 @@ WAYS = {
 }
 
 
-def generation(machine: str, model: str) -> str:
+def generation() -> str:
     """Return a table for each batch of how a stock model of transformers generates."""
-    if not measured(machine, f"generation_{model}"):
-        return ""
-    result = load(machine, f"generation_{model}")
+    result = load("h200", "generation_llama-8b")
     tables = []
     for batch in sorted({row["batch"] for row in result["rows"]}):
         rows = [row for row in result["rows"] if row["batch"] == batch]
@@ -216,8 +190,6 @@ def generation(machine: str, model: str) -> str:
             cells.append([name, whole(speed), whole(row["whole_call"]), *ratios, f"{100 * row['share']:.0f} %"])
         head = [f"batch {batch}", "tokens/s", "whole call", "x bf16, same way", "x bf16, graph", "of copy"]
         tables.append(table(head, cells))
-    if "note" in result:
-        tables.append(f"These rows were {result['note']}.")
     return "\n\n".join(tables)
 
 
@@ -242,18 +214,91 @@ def quantize(machine: str, subject: str = "quantize") -> str:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-def branched_recipes() -> str:
+def recipes() -> str:
     """Return what recipes cost in the last quarter of a run."""
-    if not measured("h200", "training_quality_25m_last_0.25"):
-        return ""
-    return recipe_table.summary(load("h200", "training_quality_25m_last_0.25")["runs"])
+    return recipe_table.table(load("h200", "training_quality_25m_last_0.25")["runs"])
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
+# --- accuracy -------------------------------------------------------------------------------------------------------
+
+MACHINE, SUBJECTS = "h200", {"smollm2": "SmolLM2", "own_model": "own"}
+WEIGHTS = {
+    "w4a16": "distilled", "gptq_to_dense": "GPTQ + scale search, fitted to the dense model's outputs *",
+    "gptq_search": "GPTQ + scale search *", "gptq_own_text": "GPTQ + scale search, on text generated by the model",
+    "weighted": "weighted scale search *", "folded": "AWQ's scales + scale search *", "four_over_six": "four-over-six",
+    "search": "scale search", "nearest": "to nearest", "torchao": "torchao's NVFP4, to nearest",
+}  # fmt: skip
+ACTIVATIONS = {
+    "w4a4": "distilled", "w4a4_rows_gptq": "GPTQ + scale search, one scale per token *",
+    "w4a4_gptq": "GPTQ + scale search *", "w4a4_search": "scale search", "w4a4_nearest": "to nearest",
+}  # fmt: skip
+
+
+def rows_of(subject: str) -> dict[str, dict[str, Any]]:
+    """A model's rows by name. Distillation's are called by their format; W4A4 to nearest then is w4a4_nearest."""
+    rows = {row["name"]: row for row in load(MACHINE, f"perplexity_{subject}")["rows"]}
+    if "w4a4" in rows:
+        rows["w4a4_nearest"] = rows.pop("w4a4")
+    return rows | {row["row"]: row for row in load(MACHINE, f"distillation_{subject}")["rows"]}
+
+
+def duration(row: dict[str, Any]) -> str:
+    seconds = row["seconds"] if "seconds" in row else 60 * row["minutes"]
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def cells(row: dict[str, Any] | None) -> list[str]:
+    """The increase, KL and agreement on the first text."""
+    if row is None:
+        return [""] * 3
+    found = next(iter(row["texts"].values()))
+    nats = f"{found['increase']:.4f} ± {found['standard_error']:.4f}"
+    return [nats, f"{found['kl']:.4f}", f"{100 * found['agreement']:.1f} %"]
+
+
+def accuracy(labels: dict[str, str], first: str) -> str:
+    """The table of some rows: both models side by side, with the time and memory that SmolLM2's took."""
+    by_model = {name: rows_of(subject) for subject, name in SUBJECTS.items()}
+    heads, lines = [first], []
+    for name, found in by_model.items():
+        text, judged = next(iter(next(iter(found.values()))["texts"].items()))
+        heads += [f"{name}, {text} ({judged['dense_perplexity']:.3f}): nats", "KL", "same token"]
+    for key, label in labels.items():
+        own = [found.get(key) for found in by_model.values()]
+        if known := [row for row in own if row is not None]:
+            memory = known[0]["memory_gb"]
+            made = [duration(known[0]), f"{memory:.1f} GB" if memory else "CPU"]
+            lines.append([label, *(cell for row in own for cell in cells(row)), *made])
+    return table([*heads, "made in", "memory"], lines)
+
+
+def distilled() -> str:
+    """Distillation on all texts."""
+    lines = []
+    for subject, name in SUBJECTS.items():
+        for row in load(MACHINE, f"distillation_{subject}")["rows"]:
+            nats = ", ".join(f"{text} {each['increase']:.4f}" for text, each in row["texts"].items())
+            lines.append([f"{name}, {row['row'].replace(':', ', ')}", f"{row['minutes']:.1f}", nats])
+    return table(["model, format", "minutes", "nats per token over bfloat16"], lines)
+
+
+def own() -> str:
+    """A sentence about the second model."""
+    log = load(MACHINE, "own_model")
+    losses = ", ".join(f"{row['loss']:.3f} on {row['text']}" for row in log["rows"])
+    seen = log["steps"] * log["settings"]["batch"] * log["settings"]["length"]
+    return (
+        f"The second model has {log['parameters'] / 1e6:.0f} million parameters. It saw {seen / 1e6:.0f} million\n"
+        f"tokens in {log['seconds'] / 60:.0f} minutes of one {MACHINE.upper()}. In bfloat16 it has {losses}\n"
+        "nats per token."
+    )
+
+
+# --- the figure -----------------------------------------------------------------------------------------------------
 
 
 def figure() -> str:
-    """Return the figure of README and of the page as SVG."""
+    """Return the figure of the page as SVG."""
     result = load("h200", "matmul")
     runs, rows = result["runs"], [case["m"] for case in result["runs"][0]["chain"]]
 
@@ -271,43 +316,47 @@ def figure() -> str:
     return draw([gpu, cpu], x_title="rows of x (tokens)", y_title="times as fast as torch's bfloat16")
 
 
-def page() -> str:
-    """Return the text of docs/performance.md."""
-    return string.Template(measured_sections(TEMPLATE.read_text()).rstrip() + "\n").substitute(
-        source_products=source(load("h200", "matmul")),
-        products_chain=products("chain"),
-        source_published=source(load("h200", "matmul_published")),
-        published=published(),
-        source_gradients=source(load("h200", "matmul_gradients")),
-        gradients=gradients(),
-        source_experts=source(load("h200", "experts"), load("h200", "experts_skewed")),
-        experts=experts(),
-        source_generation=source_if_measured("h200", "generation_llama-8b"),
-        generation=generation("h200", "llama-8b"),
-        source_quantize=source(load("h200", "quantize")),
-        quantize=quantize("h200"),
-        source_quantize_cpu=source(load("cpu", "quantize")),
-        quantize_cpu=quantize("cpu"),
-        source_products_cpu=source(load("cpu", "matmul")),
-        products_cpu=products_cpu(),
-        source_products_amx=source_if_measured("cpu", "matmul_intel"),
-        products_amx=products_amx(),
-        source_branched=source_if_measured("h200", "training_quality_25m_last_0.25"),
-        branched_recipes=branched_recipes(),
-    )
+# --- the pages -------------------------------------------------------------------------------------------------------
+
+
+def measured(make: Callable[[], str], machine: str, *subjects: str) -> Callable[[], str]:
+    """Return a block: the source of the results, and what is made of them."""
+    return lambda: f"{source(*(load(machine, subject) for subject in subjects))}\n\n{make()}"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "products": measured(lambda: products("chain"), "h200", "matmul"),
+    "published": measured(published, "h200", "matmul_published"),
+    "gradients": measured(gradients, "h200", "matmul_gradients"),
+    "experts": measured(experts, "h200", "experts", "experts_skewed"),
+    "generation": measured(generation, "h200", "generation_llama-8b"),
+    "quantize": measured(lambda: quantize("h200"), "h200", "quantize"),
+    "quantize_cpu": measured(lambda: quantize("cpu"), "cpu", "quantize"),
+    "products_cpu": measured(products_cpu, "cpu", "matmul"),
+    "products_amx": measured(products_amx, "cpu", "matmul_intel"),
+    "recipes": measured(recipes, "h200", "training_quality_25m_last_0.25"),
+    "weights": lambda: accuracy(WEIGHTS, "weights"),
+    "activations": lambda: accuracy(ACTIVATIONS, "weights and activations (W4A4)"),
+    "distilled": distilled,
+    "own": own,
+}
+"""Name -> what a page has between its comments."""
+
+
+def page(path: Path) -> str:
+    """Return the text of a page with its tables from the results."""
+
+    def block(found: re.Match[str]) -> str:
+        return f"<!--{found[1]}-->\n{BLOCKS[found[1]]()}\n<!--end-->"
+
+    return re.sub(r"<!--(\w+)-->\n(?:.*?\n)??<!--end-->", block, path.read_text(), flags=re.DOTALL)
 
 
 def main() -> None:
-    """Write or check the page and its pictures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if what is committed is not this")
-    arguments = parser.parse_args()
-    for path, text in ((PAGE, page()), (FIGURE, figure())):
-        if not arguments.check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
-            sys.exit(f"{path.relative_to(ROOT)} is not what benchmarks/results give: run make docs")
+    """Write the pages and the figure."""
+    FIGURE.write_text(figure())
+    for path in PAGES:
+        path.write_text(page(path))
 
 
 if __name__ == "__main__":
