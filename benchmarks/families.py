@@ -1,15 +1,22 @@
-"""Generate benchmarks/results/families.md by quantizing a tiny model of each family: python -m benchmarks.families
+"""Generate the tables of docs/guides/supported_models.md by running tiny models: python -m benchmarks.families
 
-Every model is quantized in memory, while loading and as a folder, saved and loaded. ``make exhaustive`` runs all rows
-again and compares them with the table, ``make test`` some.
+Every model is quantized in memory, while loading and as a folder, saved and loaded: results/families.md. Some decode,
+with a cache, and become GGUF files: results/supported_models.md, where a cell is "yes", or the exception and the
+beginning of its message. ``make exhaustive`` runs all rows again and compares them with the tables, ``make test`` some.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
+import io
+import logging
+import os
 import re
 import tempfile
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +27,10 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import nvfp4_tensor.integrations.transformers as nvfp4
-from benchmarks.supported_models import quiet
 from benchmarks.tiny_configs import tiny_config
 from nvfp4_tensor import NVFP4Tensor, checkpoints, quantize_model
+from nvfp4_tensor.generation import decode_natively, nvfp4_cache
+from nvfp4_tensor.generation.cache_argument import CACHE
 from nvfp4_tensor.quantization.model_plan import ModelPlan
 
 TABLE = Path(__file__).parent / "results" / "families.md"
@@ -57,16 +65,33 @@ NOT_RUN = {
 """Families whose models are not built, or not run, here, and why."""
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress warnings, progress bars and prints."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        transformers.logging.enable_progress_bar()
+        transformers.logging.set_verbosity(verbosity)
+
+
 def class_of(family: str, name: str) -> Any:
     """Return the class whose from_pretrained loads a row's model."""
     is_causal = (family, name) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() and family not in _OWN_CLASS
     return transformers.AutoModelForCausalLM if is_causal else getattr(transformers, name)
 
 
-def make(family: str, name: str, folder: Path) -> torch.dtype:
+def make(family: str, name: str, folder: Path, **changes: Any) -> torch.dtype:
     """Save a tiny model with random weights, and return its dtype."""
     torch.manual_seed(0)
-    model_class, config = getattr(transformers, name), tiny_config(family)
+    model_class, config = getattr(transformers, name), tiny_config(family, **changes)
     nested = (each for each in vars(config).values() if type(each) is model_class.config_class)
     dtype = torch.float32 if family in _FLOAT32 else torch.bfloat16
     model = model_class(config if type(config) is model_class.config_class else next(nested, config)).to(dtype)
@@ -184,17 +209,113 @@ def read() -> dict[tuple[str, str], list[str]]:
     return {(cells[0], cells[1]): cells for cells in rows}
 
 
+# --- decoding, caches and GGUF ---------------------------------------------------------------------------------------
+
+DECODING = Path(__file__).parent / "results" / "supported_models.md"
+DECODERS = {
+    "Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3", "Gemma": "gemma", "Gemma 2": "gemma2",
+    "Gemma 3 (text)": "gemma3_text", "Phi-3": "phi3", "SmolLM3": "smollm3", "OLMo 2": "olmo2", "Granite": "granite",
+    "GLM-4": "glm4", "Cohere": "cohere", "StarCoder2": "starcoder2", "StableLM": "stablelm", "GPT-2": "gpt2",
+    "GPT-NeoX": "gpt_neox", "OPT": "opt", "Falcon": "falcon", "Mixtral": "mixtral", "Qwen3-MoE": "qwen3_moe",
+    "OLMoE": "olmoe", "gpt-oss": "gpt_oss", "DeepSeek-V3": "deepseek_v3",
+}  # fmt: skip
+"""What the table calls a family, and transformers."""
+_CHANGES = {
+    "mistral": {"sliding_window": None}, "gemma3_text": {"num_hidden_layers": 6}, "mixtral": {"hidden_size": 128},
+    "qwen3_moe": {"hidden_size": 128, "norm_topk_prob": True}, "gpt_oss": {"hidden_size": 128},
+}  # fmt: skip
+"""Of tiny configs, so that each has a layer that attends to all tokens, and experts of whole tiles."""
+_PROMPT = torch.arange(3, 19)[None]
+_WORDS = 18
+"""Of an error message."""
+
+
+def load(folder: Path, **options: Any) -> PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).eval()
+
+
+def text(model: PreTrainedModel, **options: Any) -> Tensor:
+    return model.generate(_PROMPT, max_new_tokens=8, min_new_tokens=8, do_sample=False, **options)
+
+
+def _native_decoding(folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "tokens are decoded by transformers")
+        if (made := text(decode_natively(load(folder / "nvfp4")))).shape[1] != _PROMPT.shape[1] + 8:
+            raise ValueError(f"{made.shape[1]} tokens")
+
+
+def _cache(folder: Path) -> None:
+    model = load(folder / "nvfp4")
+    text(model, **{CACHE: nvfp4_cache(model.config)})
+
+
+def _gguf(folder: Path) -> None:
+    checkpoints.quantize(folder / "dense", folder / "model.gguf", to="gguf", tokenizer=None, progress=False)
+    checkpoints.load(load(folder / "dense"), folder / "model.gguf")
+
+
+CHECKS = {"native decoding": _native_decoding, "NVFP4 cache": _cache, "GGUF": _gguf}
+
+
+def outcome(check: Callable[[Path], None], folder: Path) -> str:
+    """Return "yes", or the exception's class and the beginning of its message."""
+    try:
+        check(folder)
+    except Exception as error:
+        message = str(error).replace(str(folder) + os.sep, "").replace("|", "/")
+        words = re.sub(r"<class '.*?'>|\b\w+(ForCausalLM|LMHeadModel)\b|(?<=not of )'\w+'", "this one", message).split()
+        first = " ".join(words[:_WORDS]).replace("`", "'")
+        return f"{type(error).__name__}: {first}{' ...' if len(words) > _WORDS else ''}"
+    return "yes"
+
+
+def decoding_row(family: str) -> list[str]:
+    """Return the outcomes of a family's checks."""
+    with tempfile.TemporaryDirectory() as name, quiet():
+        folder, kind = Path(name), DECODERS[family]
+        make(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind], folder / "dense", **_CHANGES.get(kind, {}))
+        load(folder / "dense", quantization_config=nvfp4.NVFP4TensorConfig()).save_pretrained(folder / "nvfp4")
+        return [outcome(check, folder) for check in CHECKS.values()]
+
+
+def decoding_page(rows: dict[str, list[str]], version: str = transformers.__version__) -> str:
+    """Return the table of decoding. Errors are numbered, because many families share one."""
+    errors = list(dict.fromkeys(cell for cells in rows.values() for cell in cells if ": " in cell))
+    lines = [f"| family | {' | '.join(CHECKS)} |", "|" + " --- |" * (len(CHECKS) + 1)]
+    for family, cells in rows.items():
+        shown = [f"no ({errors.index(cell) + 1})" if cell in errors else cell for cell in cells]
+        lines.append(f"| {family} | {' | '.join(shown)} |")
+    notes = [f"{number}. `{error}`" for number, error in enumerate(errors, 1)]
+    head = f"Made by `python -m benchmarks.families` with transformers {version}."
+    return "\n".join([head, "", *lines, "", "Errors, shortened:", "", *notes, ""])
+
+
+def read_decoding(text: str) -> dict[str, list[str]]:
+    """Return the rows from which that table was made."""
+    errors = dict(re.findall(r"^(\d+)\. `(.*)`$", text, re.MULTILINE))
+    table = [line.strip("| \n").split(" | ") for line in re.findall(r"^\| .*$", text, re.MULTILINE)][2:]
+    return {
+        family: [errors[cell[4:-1]] if cell.startswith("no (") else cell for cell in cells] for family, *cells in table
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", help="print these rows and write nothing")
     chosen = parser.parse_args().families
-    rows = []
+    rows, decoding = [], {}
     for family, name in ROWS:
         if not chosen or family in chosen:
             rows.append(row(family, name))
             print(*rows[-1], sep=" | ", flush=True)
+    for name, family in DECODERS.items():
+        if not chosen or family in chosen:
+            decoding[name] = decoding_row(name)
+            print(name, *decoding[name], sep=" | ", flush=True)
     if not chosen:
         TABLE.write_text(table(rows))
+        DECODING.write_text(decoding_page(decoding))
 
 
 if __name__ == "__main__":

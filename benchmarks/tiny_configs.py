@@ -118,9 +118,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """What else a family needs; nested settings under the name of the nested config."""
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
+def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """Return the config of a small model of a family."""
-    return _shrunk(CONFIG_MAPPING[model_type], FAMILIES.get(model_type, {}))
+    return _shrunk(CONFIG_MAPPING[model_type], {**FAMILIES.get(model_type, {}), **changes})
 
 
 def _shrunk(config_class: type[PreTrainedConfig], changes: Mapping[str, Any]) -> PreTrainedConfig:

@@ -1,9 +1,12 @@
-"""benchmarks/results/families.md has what quantizing, saving and loading a tiny model of each family does now."""
+"""The tables of docs/guides/supported_models.md have what tiny models of each family do now."""
+
+import re
 
 import pytest
 from helpers.checkpoint_folders import content, edit
 
 transformers = pytest.importorskip("transformers", "5.21")
+pytest.importorskip("gguf")
 
 from benchmarks import families  # noqa: E402
 from nvfp4_tensor import checkpoints  # noqa: E402
@@ -14,7 +17,7 @@ FEW = (
     "gemma4", "qwen3_vl_moe", "t5",
 )  # fmt: skip
 """Families that are unlike each other: linear attention, Mamba, experts in one tensor and apart, vision and audio."""
-TABLE = families.read()
+TABLE, DECODING = families.read(), families.read_decoding(families.DECODING.read_text())
 
 
 @pytest.mark.skipif(transformers.__version__ not in families.TABLE.read_text(), reason="a table of another release")
@@ -58,3 +61,15 @@ def test_linears_of_one_tensor_are_the_same_by_every_route(family, stored, tmp_p
     edit(tmp_path / "dense", lambda tensors: tensors.update({name: tensors[name][:-1].contiguous()}))
     with pytest.raises(ValueError, match=f"tensor {name}: expected shares .* of its rows"):
         checkpoints.quantize(tmp_path / "dense", tmp_path / "none", progress=False)
+
+
+def test_the_page_of_decoding_is_of_its_rows():
+    text = families.DECODING.read_text()
+    assert list(DECODING) == list(families.DECODERS)
+    assert families.decoding_page(DECODING, re.search(r"with transformers ([\d.]+\d)", text)[1]) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.DECODERS)
+def test_a_row_of_decoding_is_what_the_models_do(family):
+    assert families.decoding_row(family) == DECODING[family]
