@@ -337,6 +337,14 @@ def save(path: Path, content: dict, text: str) -> None:
     path.with_suffix(".txt").write_text(text.rstrip() + "\n")
 
 
+def with_earlier(path: Path, rows: Sequence[dict], key: str, **settings) -> list[dict]:
+    """Return the rows of a result file of the same settings, and these, which replace those of the same ``key``."""
+    earlier = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    same = all(earlier.get(name) == value for name, value in settings.items())
+    found = {row[key]: row for row in earlier["rows"] if same}
+    return list((found | {row[key]: {**row, "commit": commit(), "command": command()} for row in rows}).values())
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table with the first column aligned left and the others right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
@@ -351,15 +359,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class Report:
-    """Prints lines immediately unless it is quiet, and keeps the text for :func:`save`."""
+    """Prints lines immediately, and keeps the text for :func:`save`."""
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self) -> None:
         self.lines: list[str] = []
-        self.quiet = quiet
 
     def __call__(self, text: str = "") -> None:
-        if not self.quiet:
-            print(text, flush=True)
+        print(text, flush=True)
         self.lines.append(text)
 
     @property

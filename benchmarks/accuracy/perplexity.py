@@ -28,9 +28,9 @@ from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig as TorchaoWeightO
 from torchao.quantization import quantize_
 
 from benchmarks.accuracy import llama_rows
-from benchmarks.accuracy.subjects import Evaluation, open_subject, peak_gb, text_cells, text_heads, with_earlier
+from benchmarks.accuracy.subjects import Evaluation, open_subject, peak_gb, text_cells, text_heads
 from benchmarks.accuracy.texts import WINDOW, calibration_batches
-from benchmarks.harness import record, result_path, save, table
+from benchmarks.harness import record, result_path, save, table, with_earlier
 from nvfp4_cli.demo.table import is_quantized_layer
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate
 from nvfp4_tensor.generation import nvfp4_cache

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import resource
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from benchmarks.accuracy.texts import WINDOW, chat_tokens, docstring_tokens, header_tokens, library_docstrings
-from benchmarks.harness import command, commit
+from benchmarks.harness import with_earlier as with_earlier
 from nvfp4_cli.demo.model import evaluation_tokens, load_model
 from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer
 
@@ -135,11 +135,3 @@ def peak_gb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-
-
-def with_earlier(path: Path, rows: Sequence[dict[str, Any]], key: str, **settings: Any) -> list[dict[str, Any]]:
-    """The rows of a result file of the same settings, and these, which replace those of the same ``key``."""
-    earlier = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    same = all(earlier.get(name) == value for name, value in settings.items())
-    found = {row[key]: row for row in earlier["rows"] if same}
-    return list((found | {row[key]: {**row, "commit": commit(), "command": command()} for row in rows}).values())

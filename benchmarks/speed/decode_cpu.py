@@ -28,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from torch import Tensor, nn
 from torchao.quantization import quantize_
 
 from benchmarks.harness import Report, at_least, record, result_path, save, table
-from benchmarks.speed.stock_llama import SHAPES, stock_llama
+from benchmarks.speed.stock_llama import SHAPES, Clock, stock_llama
 from nvfp4_cli.demo.model import load_model
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
@@ -67,17 +66,6 @@ Contender = Callable[[Tensor, int], Run]
 # --- ours ------------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    """A stopping criterion of `generate` that never stops it: it notes when each token was there."""
-
-    def __init__(self) -> None:
-        self.marks: list[tuple[float, float]] = []
-
-    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        self.marks.append((time.perf_counter(), time.process_time()))
-        return torch.zeros(len(ids), dtype=torch.bool)
-
-
 def generate_with(model: nn.Module) -> Contender:
     """transformers' `generate` with a static cache, natively. Models of one `model.model` share what that changes."""
     decode_natively(model)
@@ -88,7 +76,8 @@ def generate_with(model: nn.Module) -> Contender:
             prompt[None], attention_mask=torch.ones_like(prompt)[None], max_new_tokens=count, do_sample=False,
             cache_implementation="static", stopping_criteria=[clock],
         )  # fmt: skip
-        (start, cpu_start), (end, cpu_end) = clock.marks[0], clock.marks[-1]
+        assert clock.first is not None
+        (start, cpu_start), (end, cpu_end) = clock.first, clock.last
         return Run(end - start, cpu_end - cpu_start, ids[0, len(prompt) :].tolist())
 
     return run
@@ -259,11 +248,8 @@ def main() -> None:
     parser.add_argument("--threads", type=at_least(1), nargs="+", default=[2])
     parser.add_argument("--tokens", type=at_least(2), default=32, help="tokens written, the first by prefill")
     parser.add_argument("--rounds", type=at_least(1), default=7)
-    parser.add_argument("--quick", action="store_true", help="SmolLM2 alone, 8 tokens, one round")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.models, arguments.tokens, arguments.rounds = ["smollm2"], 8, 1
     version = importlib.metadata.version("llama_cpp_python")
     device, report = torch.device("cpu"), Report()
     content = record(device, llama_cpp=version, runs=[])

@@ -3,7 +3,6 @@
     python -m benchmarks.speed.generation                             # Llama-8B's shape, batch 1, 8 and 16
     python -m benchmarks.speed.generation --budget 180                # as much as fits; again: the rest
     python -m benchmarks.speed.generation --prompt 32768 --batch 1 --ways stream codes    # a long context
-    python -m benchmarks.speed.generation --quick                     # SmolLM2's shape, a few tokens
     python -m benchmarks.speed.generation --layers 16 --prompt 128 --batch 32 128 --ways stream padded    # batches
 
 Weights are random, so that nothing is downloaded. The ways:
@@ -24,8 +23,8 @@ random weights part at a near tie. "set-up" is the time to make the model, compi
 "peak GB" is the most memory that is allocated while texts are written: weights, cache, graphs and the prompt's values.
 
 Contenders run one after the other, those that compile last, and each row is saved when it is measured. Rows of an
-earlier file with the same settings are kept, and those of the same commit and machine are not measured again (--again
-does), so that a run that was cut short is continued by the same command. What cannot run is kept with its reason.
+earlier file with the same settings are kept, and those of the same commit and machine are not measured again, so that a
+run that was cut short is continued by the same command. What cannot run is printed with its reason.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ import argparse
 import dataclasses
 import gc
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +47,7 @@ from benchmarks.llama import Generator, Llama, Shape, random_model
 from benchmarks.speed.stock_llama import (
     SHAPES,
     WEIGHTS,
+    Clock,
     bytes_of_a_token,
     cache_bytes,
     random_prompt,
@@ -66,6 +64,8 @@ COST = {"native": 0, "stream": 0, "padded": 0, "codes": 0, "eager": 0, "graph": 
 """Of setting a way up: the first ones capture, ``graph`` compiles a block, ``static`` the whole model's forward."""
 LONG = 8192
 """Tokens read from which on results have a file of their own."""
+LIMIT = 5.0
+"""Seconds after which a slow contender sits out."""
 EAGER_TOKENS, WARM_UP = 32, 4
 """Tokens that the slow eager way writes at most, and before it is timed. The other ways compile or capture, and warm up
 with the whole text."""
@@ -111,19 +111,6 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Clock:
-    """A stopping criterion that never stops and notes when the first token was there."""
-
-    def __init__(self) -> None:
-        self.first: float | None = None
-
-    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        if self.first is None:
-            synchronize()
-            self.first = time.perf_counter()
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-
 def by_transformers(model: Any, prompt: Tensor, **settings: Any) -> Run:
     """Return greedy ``model.generate``."""
 
@@ -138,7 +125,7 @@ def by_transformers(model: Any, prompt: Tensor, **settings: Any) -> Run:
         synchronize()
         end = time.perf_counter()
         assert clock.first is not None and ids.shape[1] == prompt.shape[1] + count
-        return Taken(end - start, end - clock.first, ids[:, prompt.shape[1] :])
+        return Taken(end - start, end - clock.first[0], ids[:, prompt.shape[1] :])
 
     return run
 
@@ -271,10 +258,10 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
     return sorted(found, key=lambda each: (each.weights in peers.MODELS, COST[each.way]))
 
 
-def measure(ready: Ready, rounds: int, limit: float) -> list[Taken]:
-    """Generate ``rounds`` times, or until that has taken ``limit`` seconds."""
+def measure(ready: Ready, rounds: int) -> list[Taken]:
+    """Generate ``rounds`` times, or until that has taken the seconds of LIMIT."""
     taken: list[Taken] = []
-    while len(taken) < rounds and sum(each.call for each in taken) < limit:
+    while len(taken) < rounds and sum(each.call for each in taken) < LIMIT:
         taken.append(ready.run(ready.count))
     return taken
 
@@ -328,50 +315,16 @@ def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
 
 
-class Results:
-    """The rows of a result file, saved whenever one is added. settings: those that an earlier file must share."""
-
-    def __init__(self, path: Path, device: torch.device, title: str, settings: dict[str, Any]) -> None:
-        self.path, self.title = path, title
-        self.record = harness.record(device, **settings)
-        earlier = json.loads(path.read_text()) if path.exists() else {}
-        same = all(earlier.get(name) == value for name, value in settings.items())
-        self.rows: list[dict[str, Any]] = earlier["rows"] if earlier and same else []
-        self.absent: dict[str, dict[str, str]] = earlier.get("absent", {}) if earlier and same else {}
-        self._origin = {"commit": self.record["commit"], "machine": self.record["machine"]}
-
-    def has(self, contender: Contender) -> bool:
-        """Return whether this commit was measured on this kind of machine, or could not run."""
-        found = [row for row in self.rows if row["name"] == contender.name] or [self.absent.get(contender.name, {})]
-        return all(found[0].get(name) == value for name, value in self._origin.items())
-
-    def add(self, row: dict[str, Any]) -> None:
-        others = [each for each in self.rows if each["name"] != row["name"]]
-        self.rows = sorted([*others, row | self._origin], key=order)
-        self.absent.pop(row["name"], None)
-        self.save()
-
-    def add_absent(self, contender: Contender, reason: str) -> None:
-        self.absent[contender.name] = {"reason": reason, **self._origin}
-        self.save()
-
-    def save(self) -> None:
-        harness.save(self.path, self.record | {"rows": self.rows, "absent": self.absent}, self.text())
-
-    def text(self) -> str:
-        """Return a table for each batch."""
-        report = harness.Report(quiet=True)
-        machine = self.record["machine"]
-        native = self.record["native"][self.record["device"]]
-        report(f"{machine.get('gpu', machine['processor'])}, native: {native}, {versions(self.record)}")
-        for batch in sorted({row["batch"] for row in self.rows}):
-            rows = [row for row in self.rows if row["batch"] == batch]
-            copies = sorted({round(row["copy"] / 1e9) for row in rows})
-            report(f"\n{self.title}, batch {batch}; copy {' to '.join(map(str, {copies[0]: 0, copies[-1]: 0}))} GB/s")
-            report(harness.table(HEAD, [cells(row, rows) for row in rows]))
-        for name, absent in self.absent.items():
-            report(f"absent: {name}: {absent['reason']}")
-        return report.text
+def text_of(record: dict[str, Any], title: str, rows: list[dict[str, Any]]) -> str:
+    """Return a table for each batch."""
+    machine, versions = record["machine"], ", ".join(f"{name} {each}" for name, each in record["versions"].items())
+    found = [f"{machine.get('gpu', machine['processor'])}, native: {record['native'][record['device']]}, {versions}"]
+    for batch in sorted({row["batch"] for row in rows}):
+        own = [row for row in rows if row["batch"] == batch]
+        copies = sorted({round(row["copy"] / 1e9) for row in own})
+        found.append(f"\n{title}, batch {batch}; copy {' to '.join(map(str, {copies[0]: 0, copies[-1]: 0}))} GB/s")
+        found.append(harness.table(HEAD, [cells(row, own) for row in own]))
+    return "\n".join(found)
 
 
 def main() -> None:
@@ -387,8 +340,11 @@ def main() -> None:
     name = f"generation_{arguments.model}" + (f"_{arguments.prompt}" if arguments.prompt >= LONG else "")
     name += f"_{shape.layers}_layers" if arguments.layers else ""
     path = harness.result_path(device, name, arguments.out)
-    results, models = Results(path, device, title, settings), Models(shape, device, arguments.eager)
-    wanted = [each for each in contenders(arguments) if arguments.again or not results.has(each)]
+    record, models = harness.record(device, **settings), Models(shape, device, arguments.eager)
+    origin = {"commit": record["commit"], "machine": record["machine"]}
+    rows = harness.with_earlier(path, [], "name", **settings)
+    done = {row["name"] for row in rows if origin.items() <= row.items()}
+    wanted = [each for each in contenders(arguments) if each.name not in done]
     copy = harness.measure([], device, repeats=9)[harness.COPY].bandwidth if wanted else 0.0
     for contender in wanted:
         if time.perf_counter() - start > (arguments.budget or float("inf")):
@@ -402,23 +358,19 @@ def main() -> None:
                 set_up = time.perf_counter() - began
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
-                taken = measure(ready, arguments.rounds, arguments.limit)
+                taken = measure(ready, arguments.rounds)
         except Exception as error:  # whatever a way or a peer raises is its reason to be absent
-            results.add_absent(contender, peers.reason(error))
             print(f"absent: {contender.name}: {peers.reason(error)}", flush=True)
             continue
         text = taken[0].text[0].tolist()
-        row = row_of(contender, ready, taken, copy)
-        row |= {"set_up": set_up, "text": text, "same_text": agreement(text, contender, results.rows)}
+        row = row_of(contender, ready, taken, copy) | {"machine": record["machine"]}
+        row |= {"set_up": set_up, "text": text, "same_text": agreement(text, contender, rows)}
         row["peak"] = torch.cuda.max_memory_allocated() - held if device.type == "cuda" else None
-        results.add(row)
+        rows = sorted(harness.with_earlier(path, [row], "name", **settings), key=order)
+        harness.save(path, record | {"rows": rows}, text_of(record, title, rows))
         print(f"{contender.name}: {row['tokens_per_second']:.4g} tokens/s, set-up {set_up:.3g} s", flush=True)
         del ready, taken
-    print(results.text())
-
-
-def versions(content: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    print(text_of(record, title, rows))
 
 
 def parse() -> argparse.Namespace:
@@ -434,17 +386,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt", type=at_least(1), default=512 if on_cuda else 64, help="tokens read")
     parser.add_argument("--tokens", type=at_least(4), default=128 if on_cuda else 32, help="tokens written")
     parser.add_argument("--rounds", type=at_least(1), default=7)
-    parser.add_argument("--limit", type=float, default=5.0, help="seconds after which a slow contender sits out")
     parser.add_argument("--budget", type=float, help="seconds after which no further contender is set up")
-    parser.add_argument("--again", action="store_true", help="measure rows of this commit and machine again")
     parser.add_argument("--eager", action="store_true", help="do not compile the Llama of the graph")
-    parser.add_argument("--quick", action="store_true", help="SmolLM2's shape, batch 1, 16 tokens, one round")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.model, arguments.batch, arguments.prompt = "smollm2", [1], 32
-        arguments.tokens, arguments.rounds = 16, 1
-    return arguments
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

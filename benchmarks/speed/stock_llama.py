@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torchao.quantization import quantize_
@@ -20,6 +23,23 @@ SHAPES = {
 
 WEIGHTS = ("bf16", "NVFP4", "NVFP4, head")
 """Of the linears. The output layer is dense unless ``head`` stands there."""
+
+
+class Clock:
+    """A stopping criterion of ``generate`` that never stops it.
+
+    first, last: seconds on the clock and of processors when the first and the last token were there.
+    """
+
+    first: tuple[float, float] | None = None
+    last: tuple[float, float]
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        if self.first is None and ids.is_cuda:
+            torch.cuda.synchronize()
+        self.last = time.perf_counter(), time.process_time()
+        self.first = self.first or self.last
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
 
 def stock_llama(shape: Shape, weights: str, device: torch.device, tied: bool = False) -> nn.Module:
