@@ -1,4 +1,4 @@
-"""Compare x @ w^T on a CPU with w in NVFP4 against torch's linear with w in the dtype of x.
+"""Compare x @ w^T on a CPU with w in NVFP4 against torch's linear in bfloat16.
 
     python -m benchmarks.matmul_cpu [--shapes 4096x4096] [--rows 1 4 16 512] [--threads 1 2] [--sets avx512 avx2]
 
@@ -34,12 +34,11 @@ class Case(NamedTuple):
     rows: int
 
 
-def variants(case: Case, dtype: torch.dtype, sets: list[str]) -> list[Variant]:
+def variants(case: Case, sets: list[str]) -> list[Variant]:
     """Return variants of torch's linear and of the product with each instruction set, by its name."""
     n, k = case.shape
     generator = torch.Generator().manual_seed(0)
-    w = torch.randn(n, k, generator=generator).to(dtype)
-    x = torch.randn(case.rows, k, generator=generator).to(dtype)
+    w, x = (torch.randn(rows, k, generator=generator).bfloat16() for rows in (n, case.rows))
     q = quantize(w)
     own = (case.rows * (n + k)) * x.element_size()
     in_use = native.instruction_set()
@@ -49,7 +48,7 @@ def variants(case: Case, dtype: torch.dtype, sets: list[str]) -> list[Variant]:
         if in_use != isa:  # asking the library would add 9 us to each product
             native.set_instruction_set(isa)
             in_use = isa
-        torch.ops.nvfp4.matmul(x, None, q.qdata, q.scale, q.per_tensor_scale, None, k, False, dtype)
+        torch.ops.nvfp4.matmul(x, None, q.qdata, q.scale, q.per_tensor_scale, None, k, False, x.dtype)
 
     return [
         Variant(TORCH, lambda: linear(x, w), own + w.numel() * w.element_size()),
@@ -71,12 +70,10 @@ def row(case: Case, isa: str, timings: dict[str, Timing]) -> tuple[dict, list[st
     return kept, line
 
 
-def time_all(
-    report: harness.Report, cases: list[Case], dtype: torch.dtype, sets: list[str], repeats: int
-) -> list[dict]:
+def time_all(report: harness.Report, cases: list[Case], sets: list[str], repeats: int) -> list[dict]:
     kept, lines = [], []
     for case in cases:
-        timings = harness.measure(variants(case, dtype, sets), torch.device("cpu"), repeats=repeats)
+        timings = harness.measure(variants(case, sets), torch.device("cpu"), repeats=repeats)
         for isa in sets:
             facts, line = row(case, isa, timings)
             kept.append(facts)
@@ -98,7 +95,6 @@ def main() -> None:
         "--shapes", type=harness.shape, nargs="+", help="N x K (default: 4096x4096 and SmolLM2-135M's layers)"
     )
     parser.add_argument("--rows", type=int, nargs="+", help="rows of x (default: 1 to 1024)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--sets", nargs="+", default=[], help="instruction sets (default: the best of this machine)")
     parser.add_argument("--repeats", type=int, default=25, help="timed runs of each variant")
@@ -106,15 +102,15 @@ def main() -> None:
     arguments = parser.parse_args()
     native.set_instruction_set("")
     sets = arguments.sets or [native.instruction_set()]
-    device, dtype = torch.device("cpu"), getattr(torch, arguments.dtype)
-    content = harness.record(device, dtype=arguments.dtype, repeats=arguments.repeats, runs=[])
+    device = torch.device("cpu")
+    content = harness.record(device, repeats=arguments.repeats, runs=[])
     report = harness.Report()
     report(f"{content['machine']['processor']}, native: {content['native']['cpu']}")
     for threads in arguments.threads:
         torch.set_num_threads(threads)
-        report(f"\n{arguments.dtype}, {threads} threads, median of {arguments.repeats}")
+        report(f"\n{threads} threads, median of {arguments.repeats}")
         cases = cases_of(arguments.shapes, arguments.rows)
-        results = time_all(report, cases, dtype, sets, arguments.repeats)
+        results = time_all(report, cases, sets, arguments.repeats)
         content["runs"].append({"threads": threads, "cases": results})
     native.set_instruction_set("")
     harness.save(harness.result_path(device, "matmul", arguments.out), content, report.text)

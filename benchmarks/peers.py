@@ -42,21 +42,15 @@ class Weight:
         return torch.ops.nvfp4.dequantize(self.codes, swizzle(self.scale), self.factor, columns, torch.float32)
 
 
-HUMMING_CONFIG = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
-
-
-def humming_tensors(weight: Weight) -> dict[str, Tensor]:
-    """Return the weight with the names of a ModelOpt checkpoint, which humming reads."""
-    return {"weight": weight.codes, "weight_scale": weight.scale, "weight_scale_2": weight.factor.reshape(1)}
-
-
 def humming(weight: Weight) -> Linear:
     from humming.layer import HummingLayer
 
     rows, columns = weight.codes.shape[0], weight.scale.shape[1] * BLOCK
-    layer = HummingLayer(shape_n=rows, shape_k=columns, weight_config=HUMMING_CONFIG, torch_dtype=torch.bfloat16)
+    config = {"quant_method": "modelopt", "quant_algo": "nvfp4"}
+    layer = HummingLayer(shape_n=rows, shape_k=columns, weight_config=config, torch_dtype=torch.bfloat16)
     layer = layer.to(weight.codes.device)
-    layer.load_from_tensors(humming_tensors(weight))
+    parts = {"weight": weight.codes, "weight_scale": weight.scale, "weight_scale_2": weight.factor.reshape(1)}
+    layer.load_from_tensors(parts)  # by the names of ModelOpt's checkpoints
     layer.transform()
     return layer
 

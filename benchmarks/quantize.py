@@ -1,6 +1,6 @@
 """Measure amax, quantize in its modes, dequantize, fake quantize, and quantizing x and its transpose in one pass.
 
-    python -m benchmarks.quantize [--device cuda] [--shapes 16384x16384] [--dtype bfloat16] [--threads 1 2]
+    python -m benchmarks.quantize [--device cuda] [--shapes 16384x16384] [--threads 1 2]
 
 Columns: median time, minimal bytes per second, their share of the copy bandwidth measured in the same run, and the
 speedup over each peer: torchao's eager functions, torch.compile of the reference's arithmetic, and MSLK's Triton
@@ -165,8 +165,8 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
         ("quantize, four-over-six (mae)", quantize(NEAREST.replace(four_over_six="mae")), dense + small),
         ("amax + quantize, nearest", quantize(NEAREST, None), 2 * dense + small),
         ("amax + quantize, stochastic", quantize(STOCHASTIC, None), 2 * dense + small),
-        ("amax + quantize, search (mse)", quantize(NEAREST.replace(scale_search="mse"), None), 2 * dense + small),
-        ("amax + quantize, EDEN", quantize(QuantizeSpec(round_mode="eden"), None), 2 * dense + small),
+        ("amax + quantize, search (mse)", quantize(search, None), 2 * dense + small),
+        ("amax + quantize, EDEN", quantize(eden, None), 2 * dense + small),
         ("dequantize", lambda: nvfp4.dequantize(*packed, columns, x.dtype), dense + small),
         ("fake quantize, nearest", fake(NEAREST), 2 * dense),
         ("fake quantize, stochastic", fake(STOCHASTIC), 2 * dense),
@@ -182,15 +182,6 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
         ("quantize, EDEN", quantize(eden), dense + small),
     ]
     return [Subject(name, run, moved, peers.get(name, {})) for name, run, moved in lines]
-
-
-def measure(items: list[Subject], device: torch.device, repeats: int) -> dict[str, Timing]:
-    """Time subjects and peers. Keys: the subject's name, and "name / peer"."""
-    variants = [Variant(item.name, item.run, item.moved) for item in items]
-    variants += [
-        Variant(f"{item.name} / {peer}", run, item.moved) for item in items for peer, run in item.peers.items()
-    ]
-    return harness.measure(variants, device, repeats=repeats)
 
 
 def show(report: harness.Report, items: list[Subject], timings: dict[str, Timing], peers: list[str]) -> list[dict]:
@@ -225,7 +216,11 @@ def time_all(report: harness.Report, x: Tensor, wanted: Sequence[str], repeats: 
     found = gather(report, {name: makers[name] for name in wanted})
     present = [name for name in wanted if any(name in runs for runs in found.values())]
     items = subjects(x, state, found)
-    timings = measure(items, x.device, repeats)
+    variants = [Variant(item.name, item.run, item.moved) for item in items]
+    variants += [
+        Variant(f"{item.name} / {peer}", run, item.moved) for item in items for peer, run in item.peers.items()
+    ]
+    timings = harness.measure(variants, x.device, repeats=repeats)
     limit = timings[harness.COPY]
     return {"copy": limit.bandwidth, "copied_by": limit.name, "subjects": show(report, items, timings, present)}
 
@@ -233,9 +228,9 @@ def time_all(report: harness.Report, x: Tensor, wanted: Sequence[str], repeats: 
 # --- host time -------------------------------------------------------------------------------------------------------
 
 
-def host_times(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def host_times(device: torch.device) -> dict[str, float]:
     """Return seconds of host time per eager call on a 64x64 tensor."""
-    x = torch.randn(64, 64, device=device, dtype=dtype)
+    x = torch.randn(64, 64, device=device, dtype=torch.bfloat16)
     state = torch.tensor([1, 2], device=device)
     runs = {item.name: item.run for item in subjects(x, state, {})}
     names = ("amax", "quantize, nearest", "quantize, stochastic", "dequantize", "fake quantize, stochastic")
@@ -261,26 +256,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shapes", type=shape, nargs="+", help="default: 16384x16384 on CUDA, 4096x4096 on CPU")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--repeats", type=int, help="timed runs of each variant (default: 50 on CUDA, 9 on CPU)")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="default: all")
     parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
-    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    device = torch.device(arguments.device)
     repeats = arguments.repeats or (50 if device.type == "cuda" else 9)
-    content, report = harness.record(device, dtype=arguments.dtype, repeats=repeats, runs=[]), harness.Report()
+    content, report = harness.record(device, repeats=repeats, runs=[]), harness.Report()
     where = content["machine"].get("gpu", content["machine"]["processor"])
     report(f"{where}, native: {content['native'][device.type]}")
     side = 16384 if device.type == "cuda" else 4096
     for (rows, columns), threads in itertools.product(arguments.shapes or [(side, side)], arguments.threads):
         torch.set_num_threads(threads)
         on = f", {threads} threads" if device.type == "cpu" else ""
-        report(f"\n{rows}x{columns} {arguments.dtype}{on}, median of {repeats}")
-        x = torch.randn(rows, columns, device=device, generator=torch.Generator(device).manual_seed(0)).to(dtype)
+        report(f"\n{rows}x{columns}{on}, median of {repeats}")
+        x = torch.randn(rows, columns, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
         run = {"shape": [rows, columns], "threads": threads, **time_all(report, x, arguments.peers, repeats)}
         content["runs"].append(run)
-    content["host"] = host_times(device, dtype)
+    content["host"] = host_times(device)
     report("\nhost time of one eager call, 64x64")
     report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))
     harness.save(harness.result_path(device, "quantize", arguments.out), content, report.text)

@@ -2,7 +2,6 @@
 
     python -m benchmarks.speed.training_step                       # 8,192 tokens on the GPU
     python -m benchmarks.speed.training_step --device cpu          # the tutorial's small model, 2,048 tokens
-    python -m benchmarks.speed.training_step --device cpu --tokens 512 --width 512
     python -m benchmarks.speed.training_step --launching           # small models, and how their steps are launched
 
 A step is forward, dgrad and wgrad of one linear, captured in a CUDA graph (eager on a CPU); "all" is the block's four
@@ -370,20 +369,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, help="default: 8,192, on a CPU 2,048")
-    parser.add_argument("--width", type=int, help="one square linear of this width instead of Llama-8B's")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=DEFAULT)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--launching", action="store_true", help="measure small models, launched in three ways")
     parser.add_argument("--widths", nargs="+", type=int, choices=SMALL_MODELS, default=list(SMALL_MODELS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--no-block", action="store_true", help="leave the compiled block out")
     parser.add_argument("--out", help="folder of the results")
     options = parser.parse_args()
     device, report = torch.device(options.device), Report()
     on_cpu = device.type == "cpu"
     shapes, sizes = (SMALL, (256, 704, 4, 4)) if on_cpu else (FUSED, (4096, 14336, 32, 8))
-    if options.width:
-        shapes, sizes = {"square": (options.width,) * 2}, (options.width, options.width * 3, 8, 2)
     tokens = options.tokens or (2048 if on_cpu else 8192)
     torch.manual_seed(0)
     if options.launching:
@@ -398,12 +393,12 @@ def main() -> None:
         report(text)
         report("")
     blocks = {}
-    for recipe in () if options.no_block else ("bf16", *options.recipes):
+    for recipe in ("bf16", *options.recipes):
         blocks[recipe] = block_step(recipe, tokens, device, sizes, options.repeats)
         ratio = blocks[recipe]["seconds"] / blocks["bf16"]["seconds"]
         memory = f", peak {blocks[recipe]['peak'] / 2**30:.2f} GiB" if blocks[recipe]["peak"] else ""
         report(f"compiled block, {recipe}: {seconds(blocks[recipe]['seconds'])} ({ratio:.3f} of bf16){memory}")
-    models = model_steps(options.recipes, device, options.repeats) if on_cpu and not options.width else {}
+    models = model_steps(options.recipes, device, options.repeats) if on_cpu else {}
     for recipe, taken_by in models.items():
         report(f"step of the tutorial's model, {recipe}: {seconds(taken_by)} ({taken_by / models['bf16']:.3f} of bf16)")
     content = record(device, tokens=tokens, linears=results, parts=taken, blocks=blocks, models=models)

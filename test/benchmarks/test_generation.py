@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torchao.quantization import quantize_
 
 from benchmarks import llama, peers
 from benchmarks.llama import Generator, Llama, Shape, random_model
@@ -122,21 +121,6 @@ def test_every_way_writes_greedy_text(device, way, batch):
         ids = torch.cat([ids, token[:, None]], dim=1)
 
 
-@pytest.mark.parametrize(("factor", "wrong"), [(1.05, False), (1.5, True)])
-def test_a_peer_with_wrong_products_is_an_error(monkeypatch, factor, wrong):
-    def scaled(model):
-        model.layers[0].qkv.weight.mul_(factor)
-
-    monkeypatch.setitem(peers.MODELS, "scaled", scaled)
-    model = random_model(TINY, None, CPU)
-    if not wrong:
-        peers.convert(model, "scaled")
-        assert peers.linear_bytes(model) == 2 * sum(linear.weight.numel() for linear in model.linears())
-        return
-    with pytest.raises(ValueError, match=r"its product is off by 0\.5"):
-        peers.convert(model, "scaled")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("peer", ["torchao int4", "torchao int4, head"])
 def test_int4_multiplies_by_rounded_weights(peer):
@@ -176,24 +160,6 @@ def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path, capsys):
         assert row["tokens_per_second"] == row["rates"][0]
         assert row["share"] == pytest.approx(row["tokens_per_second"] * row["bytes"] / row["copy"])
     assert "NVFP4; eager" in (tmp_path / "cpu/generation_tiny.txt").read_text()
-
-
-def test_slow_contenders_sit_out():
-    def ready(seconds: float) -> generation.Ready:
-        return generation.Ready(lambda count: generation.Taken(seconds, seconds, torch.zeros(1, 4)), 4, 0)
-
-    assert [len(generation.measure(ready(each), rounds=5)) for each in (3.0, 0.1)] == [2, 5]
-
-
-def test_the_models_beside_llama_cpp():
-    model, _ = decode_cpu.dense_model("tiny")
-    own = decode_cpu.with_own_head(model)
-    assert isinstance(own.lm_head.weight, NVFP4Tensor) and not own.config.tie_word_embeddings
-    linears = sum(p.numel() for name, p in model.named_parameters() if "_proj" in name)
-    assert decode_cpu.bytes_read(own) == 2 * (linears + 5 * 128) + own.lm_head.weight.stored_bytes
-    quantize_(model.model, decode_cpu.CONFIG)
-    run = decode_cpu.generate_with(model)(torch.arange(100, 108), 5)
-    assert len(run.tokens) == 5 and run.seconds > 0 and run.cpu > 0
 
 
 def test_the_race_with_llama_cpp(monkeypatch, tmp_path):
