@@ -82,8 +82,13 @@ def at_offset():
 
 @pytest.fixture(autouse=True)
 def _fresh():
+    """A test has its seed, and leaves threads and the default dtype as they were."""
     torch.manual_seed(0)
     torch._dynamo.reset()  # else the recompilations of all tests count towards one limit
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
 
 
 @pytest.fixture(params=["bfloat16", "float64", "meta"])
@@ -102,13 +107,10 @@ def other_defaults(request):
         finally:
             torch.set_default_dtype(before)
 
-    try:
-        with torch.device("meta" if request.param == "meta" else "cpu"):
-            if request.param != "meta":
-                torch.set_default_dtype(getattr(torch, request.param))
-            yield under_usual
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with torch.device("meta" if request.param == "meta" else "cpu"):
+        if request.param != "meta":
+            torch.set_default_dtype(getattr(torch, request.param))
+        yield under_usual
 
 
 @pytest.fixture

@@ -164,11 +164,9 @@ def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path, capsys):
 
 def test_the_race_with_llama_cpp(monkeypatch, tmp_path):
     pytest.importorskip("llama_cpp")
-    threads = torch.get_num_threads()
     arguments = ["--models", "tiny", "--threads", "1", "--tokens", "4", "--rounds", "2", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["decode_cpu", *arguments])
     decode_cpu.main()
-    torch.set_num_threads(threads)
     (run,) = json.loads((tmp_path / "cpu/decode_cpu_tiny.json").read_text())["runs"]
     rows = {row["name"]: row for row in run["rows"]}
     assert rows["llama.cpp, NVFP4"]["of_llama"] == 1 and all(len(row["rates"]) == 2 for row in rows.values())

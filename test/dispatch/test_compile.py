@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from helpers.repeats import times
+from helpers.repeats import captured, times
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
@@ -208,9 +208,7 @@ def test_kernels_that_let_the_next_begin(config, rows):
         with inductor.patch({"triton.enable_pdl": True}):
             compiled = torch.compile(step, fullgraph=True)
             compiled(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = compiled(x)
+        graph, y = captured(lambda: compiled(x))
     for _ in times(20):
         y.zero_()
         graph.replay()
@@ -225,9 +223,7 @@ def test_cuda_graph_replays_draw_afresh():
     with torch.cuda.stream(stream):
         quantize(x, STOCHASTIC), torch.nn.functional.linear(x, w)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        t, y = quantize(x, STOCHASTIC), torch.nn.functional.linear(x, w)
+    graph, (t, y) = captured(lambda: (quantize(x, STOCHASTIC), torch.nn.functional.linear(x, w)))
     draws = []
     for _ in range(3):
         graph.replay()

@@ -1,13 +1,13 @@
 """FSDP2 of weights that train, gathered as codes: each run has the bits of the dense gather, and fewer bytes."""
 
 import copy
-import io
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.bits import stored_bits
+from helpers.files import saved
 from helpers.run_ranks import gathered_bytes, here, on_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -233,10 +233,7 @@ def test_shards_behave_as_parameters():
     model = distributed.enable_nvfp4_all_gather(make())
     before = make().state_dict()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
+    loaded = saved(model.state_dict())
     assert type(loaded["0.weight"]) is torch.Tensor and torch.equal(loaded["0.weight"], before["0.weight"])
     copied = copy.deepcopy(model)
     assert isinstance(copied[0].weight, MasterShard) and isinstance(copied[0].weight, nn.Parameter)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.products import ROUNDING, random_weight
+from helpers.repeats import captured
 
 from nvfp4_tensor import QuantizeSpec, quantize_experts
 from nvfp4_tensor.numerics import reference
@@ -184,8 +185,6 @@ def test_a_mixture_of_experts_in_a_graph(activation):
     compiled = torch.compile(lambda x, offs: torch._grouped_mm(x, w.mT, offs=offs), fullgraph=True)
     eager = torch._grouped_mm(x, w.mT, offs=offs)
     assert torch.equal(compiled(x, offs), eager)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = torch._grouped_mm(x, w.mT, offs=offs)
+    graph, y = captured(lambda: torch._grouped_mm(x, w.mT, offs=offs))
     graph.replay()
     assert torch.equal(y, eager)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers.products import check, factor, random_weight, zero_padding
-from helpers.repeats import times
+from helpers.repeats import captured, times
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_library")]
 matmul = torch.ops.nvfp4.matmul
@@ -79,6 +79,14 @@ def test_experts(rows, shape):
     check(x, codes, scale, torch.rand(experts, n, device="cuda"), bias=torch.randn(experts, 1, n, device="cuda"))
 
 
+def check_epilogues(x, codes, scale):
+    """With scales of rows of x and of w, a bias, and rows of w that are no whole tile."""
+    row_scales, n = torch.rand(len(x), device="cuda"), len(codes)
+    check(x, codes, scale, torch.rand(n, device="cuda"), x_scale=row_scales)
+    check(x, codes, scale, factor(), x_scale=row_scales, bias=torch.randn(n, device="cuda"))
+    check(x, codes[:-3], scale, factor(), bias=torch.randn(n - 3, device="cuda"))
+
+
 # --- many rows -------------------------------------------------------------------------------------------------------
 
 
@@ -99,17 +107,12 @@ def test_tiles_cut_along_k(shape, rows):
     x = torch.randn(rows, shape[1], device="cuda").bfloat16()
     alpha = factor()
     y = check(x, codes, scale, alpha, repeats=20)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        again = matmul(x, None, codes, scale, alpha, None, shape[1], False, x.dtype)
+    graph, again = captured(lambda: matmul(x, None, codes, scale, alpha, None, shape[1], False, x.dtype))
     for _ in times(20):
         again.zero_()
         graph.replay()
         assert torch.equal(again, y)
-    row_scales = torch.rand(rows, device="cuda")
-    check(x, codes, scale, torch.rand(shape[0], device="cuda"), x_scale=row_scales)
-    check(x, codes, scale, factor(), x_scale=row_scales, bias=torch.randn(shape[0], device="cuda"))
-    check(x, codes[:-3], scale, factor(), bias=torch.randn(shape[0] - 3, device="cuda"))
+    check_epilogues(x, codes, scale)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +130,11 @@ def test_tiles_that_blocks_share(shape, rows):
     codes, scale = random_weight(*shape)
     x = torch.randn(rows, shape[1], device="cuda").bfloat16()
     check(x, codes, scale, factor(), repeats=20)
-    row_scales = torch.rand(rows, device="cuda")
-    check(x, codes, scale, torch.rand(shape[0], device="cuda"), x_scale=row_scales)
-    check(x, codes, scale, factor(), x_scale=row_scales, bias=torch.randn(shape[0], device="cuda"))
+    check_epilogues(x, codes, scale)
     check(x, codes, scale, factor(), bias=torch.randn(rows, 1, device="cuda"), out_dtype=torch.float32)
     columns, blocks = shape[1] - 40, shape[1] // 16 - 2
     cut = zero_padding(codes, columns)[:, : blocks * 8].contiguous()
     check(x[:, :columns], cut, scale[:, : -(-blocks // 4)].contiguous(), factor(), columns=columns)
-    check(x, codes[:-3], scale, factor(), bias=torch.randn(shape[0] - 3, device="cuda"))
 
 
 @pytest.mark.parametrize("rows", [520, 1024])
@@ -156,14 +156,6 @@ def test_wide_tiles(rows):
 
 
 # --- kernels that begin before the one before them is done -----------------------------------------------------------
-
-
-def captured(run):
-    """Return a graph of ``run`` and what it returned."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
-    return graph, results
 
 
 @pytest.mark.parametrize("quantized", ["dense", "fake_quantize", "quantize_activation"])

@@ -4,11 +4,11 @@ They compute the product from the bytes of their arguments, so that a wrong layo
 """
 
 import copy
-import io
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.files import saved
 from helpers.fp4 import decoded, in_bfloat16, wide
 from torch import nn
 from torchao.quantization import quantize_
@@ -104,11 +104,8 @@ def test_the_backend_is_carried(fbgemm_op, blackwell):
     linear = nn.Linear(64, 32, dtype=torch.bfloat16)
     quantize_(linear, NVFP4Config(product_backend="fbgemm"))
     assert "by fbgemm" in repr(linear)
-    saved = io.BytesIO()
-    torch.save(linear.state_dict(), saved)
     loaded = nn.Linear(64, 32, dtype=torch.bfloat16, device="meta")
-    saved.seek(0)
-    loaded.load_state_dict(torch.load(saved, weights_only=True), assign=True)
+    loaded.load_state_dict(saved(linear.state_dict()), assign=True)
     x = torch.randn(4, 64).bfloat16()
     for kept in (loaded, copy.deepcopy(linear), linear.to("cpu")):
         assert kept.weight.product_backend == ProductBackend.FBGEMM and torch.equal(kept(x), linear(x))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.bits import assert_same_bits
-from helpers.repeats import times
+from helpers.repeats import captured, times
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -243,9 +243,7 @@ def test_captured_in_a_cuda_graph(cuda_library):
     m, x = model("cuda").bfloat16(), torch.randn(ROWS, 64, device="cuda").bfloat16()
     with torch.no_grad():
         m(x)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = m(x)
+        graph, y = captured(lambda: m(x))
         x.copy_(torch.randn_like(x))
         graph.replay()
         assert torch.equal(y, m(x))

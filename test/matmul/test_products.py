@@ -235,20 +235,17 @@ def test_operands_at_any_address(kernels, rows, offset):
 @needs_library
 @across
 def test_any_number_of_threads_gives_the_same_bits(transposed):
-    k, before = 700, torch.get_num_threads()
+    k = 700
     weights = {n: weight_of("cpu", n, k) for n in (300, 1100)}
-    try:
-        for (m, n), dtype in itertools.product(((1, 1100), (6, 1100), (16, 300), (100, 300), (600, 300)), DTYPES):
-            codes, scale, factors = weights[n]
-            x = torch.randn(m, n if transposed else k).to(dtype)
-            for _ in each_way("cpu"):
-                results = []
-                for count in (1, 2, 3, 5, 1):
-                    torch.set_num_threads(count)
-                    results.append(matmul(x, None, codes, scale, factors[0], None, k, transposed, torch.float32))
-                assert all(torch.equal(result, results[0]) for result in results)
-    finally:
-        torch.set_num_threads(before)
+    for (m, n), dtype in itertools.product(((1, 1100), (6, 1100), (16, 300), (100, 300), (600, 300)), DTYPES):
+        codes, scale, factors = weights[n]
+        x = torch.randn(m, n if transposed else k).to(dtype)
+        for _ in each_way("cpu"):
+            results = []
+            for count in (1, 2, 3, 5, 1):
+                torch.set_num_threads(count)
+                results.append(matmul(x, None, codes, scale, factors[0], None, k, transposed, torch.float32))
+            assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize(

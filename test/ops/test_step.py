@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from helpers.repeats import captured
 
 pytest.importorskip("transformers")
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -434,9 +435,7 @@ def test_a_step_in_a_graph_overlaps_its_kernels(batch):
     with torch.cuda.stream(stream):
         step(lambda: None)
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = step(lambda: None)
+    graph, replayed = captured(lambda: step(lambda: None))
     expected = []
     for at in range(12):
         position.fill_(at)

@@ -1,12 +1,12 @@
 """FP8Tensor: its values, products, copies and files, against dense mirrors."""
 
 import copy
-import io
 import math
 import pickle
 
 import pytest
 import torch
+from helpers.files import saved
 from helpers.instruction_sets import assert_op, assert_same_bits, needs_library
 from torch import nn
 from torch.nn.functional import linear
@@ -128,11 +128,8 @@ def test_what_happens_to_modules(spec):
     """torch.save, pickle, deepcopy, state_dict, .to and torch.compile keep the codes."""
     module = nn.Linear(96, 40, dtype=torch.bfloat16)
     module.weight = nn.Parameter(fp8((40, 96), spec, static=0.01 if spec.activations == TENSOR else None), False)
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
     loaded = nn.Linear(96, 40, device="meta")
-    loaded.load_state_dict(torch.load(file, weights_only=True), assign=True)
+    loaded.load_state_dict(saved(module.state_dict()), assign=True)
     copied = copy.deepcopy(module)
     copied.load_state_dict(module.state_dict())
     x = torch.randn(4, 96).bfloat16()

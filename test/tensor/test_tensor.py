@@ -209,11 +209,8 @@ def test_gradient_of_fake_quantize_does_not_depend_on_the_default_dtype_or_on_au
     for default, autocast in ((torch.float32, False), (torch.float64, False), (torch.float32, True)):
         leaf = x.clone().requires_grad_()
         torch.set_default_dtype(default)
-        try:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                fake_quantize(leaf, spec).backward(upstream)
-        finally:
-            torch.set_default_dtype(torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            fake_quantize(leaf, spec).backward(upstream)
         grads.append(leaf.grad)
     assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
     assert not quantize(leaf).requires_grad  # quantize takes no gradient, and says nothing of one

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +47,5 @@ def test_tutorial_runs(script, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sys, "argv", [str(script), *ARGUMENTS.get(script.stem, [])])
     monkeypatch.syspath_prepend(script.parent)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        torch.set_num_threads(1)
+    runpy.run_path(str(script), run_name="__main__")
     assert capfd.readouterr().out
