@@ -235,7 +235,7 @@ def fits(model: Model) -> bool:
     """Return whether the op ``decode_layers`` computes the blocks of this model."""
     first, norms = model.blocks[0], [model.norm, *(norm for block in model.blocks for norm in block.norms)]
     kinds, numbers, rotary = first.kinds, first.numbers, model.rotaries[first.kinds["rotary"]]
-    linears = [linear for block in model.blocks for linear in block.linears(*WEIGHTS)]
+    linears: list[Any] = [linear for block in model.blocks for linear in block.linears(*WEIGHTS)]
     biased = [linear for block in model.blocks for linear in block.linears("q", "k", "v") if linear.bias is not None]
     return (
         first.parts.keys() - {"q_norm", "k_norm"} == _LLAMA

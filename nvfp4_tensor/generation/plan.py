@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +34,13 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 _REQUESTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 DTYPES = (torch.bfloat16, torch.float16)
 
+Step = Callable[[Tensor, Tensor, "Tensor | None", Tensor, Any], Tensor]
+"""From tokens (B, 1) to the logits (B, vocabulary) behind them.
+
+Further arguments: the number of tokens in the cache, (1,) or on CUDA (B,); the first position that each text sees (B,),
+None for 0; positions for the rotary embeddings (B, 1); cos and sin of these positions, None to compute them.
+"""
+
 
 class Plan:
     """How one token of a model is computed, and the state of the model that it depends on.
@@ -56,7 +63,7 @@ class Plan:
         self.model = model
         self.description: Model | None = None
         self.reason: str | None = None
-        self._layers: CpuLayers | None = None
+        self._layers: CpuLayers | FusedLayers | None = None
         self._tables: dict[int, _Table] = {}
         modules = {name or type(model).__name__: each for name, each in model.named_modules(remove_duplicate=False)}
         self.device = _single_device(model)
@@ -172,80 +179,48 @@ class Plan:
             and not any(each.kinds["window"] or "sinks" in each.parts for each in self.description.blocks)
         )
 
-    def bind(self, cache: Any, padded: bool, texts: slice | None = None) -> NativeStep | OwnStep:
-        """Return the step that appends to the buffers of this cache.
+    def bind(self, cache: Any, padded: bool, texts: slice | None = None) -> tuple[Step, Any]:
+        """Return the step that appends to the buffers of this cache, and what a graph of it needs besides them.
 
         Args:
             padded: texts may have padding before them.
             texts: rows of the buffers; None: all.
         """
-        return OwnStep(self, cache) if self.description is None else NativeStep(self, cache, padded, texts)
+        return self._bind_own(cache) if self.description is None else self._bind_native(cache, padded, texts)
 
-
-class NativeStep:
-    """The native step with the buffers of one cache, dense or of codes."""
-
-    def __init__(self, plan: Plan, cache: Any, padded: bool, texts: slice | None = None) -> None:
-        assert plan.description is not None
-        self.plan = plan
-        self.codes = graph_buffers_of(cache) if has_codes(cache) else None
-        self.buffers: Any = buffers_of(cache) if self.codes is None else (self.codes, self.codes)
+    def _bind_native(self, cache: Any, padded: bool, texts: slice | None) -> tuple[Step, Any]:
+        """Bind the step of the description to a cache, dense or of codes."""
+        assert self.description is not None
+        codes = graph_buffers_of(cache) if has_codes(cache) else None
+        keys: Any
+        values: Any
+        keys, values = buffers_of(cache) if codes is None else (codes, codes)
         if texts is not None:
-            self.buffers = tuple([t[texts] for t in each] for each in self.buffers)
-        self.fused: CpuLayers | FusedLayers | None = plan._layers
-        if self.fused is None and not padded:
-            self.fused = FusedLayers.of(plan.description, *self.buffers)
+            keys, values = ([t[texts] for t in each] for each in (keys, values))
+        fused = self._layers
+        if fused is None and not padded:
+            fused = FusedLayers.of(self.description, keys, values)
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        position: Tensor,
-        starts: Tensor | None,
-        positions: Tensor,
-        rotations: Sequence[Rotation] | None,
-    ) -> Tensor:
-        """Return the logits (B, vocabulary) after tokens (B, 1).
+        def step(tokens: Tensor, position: Tensor, starts: Tensor | None, positions: Tensor, rotations: Any) -> Tensor:
+            rotations = self.rotations(positions) if rotations is None else rotations
+            place = Place(position, starts) if codes is None else codes[0].place_of(position, starts)
+            return self._step(tokens.flatten(), place, rotations, keys, values, fused)
 
-        Args:
-            position: (1,) or on CUDA (B,), the number of tokens in the cache.
-            starts: (B,), the first position that each text sees; None: 0.
-            positions: (B, 1), for the rotary embeddings.
-            rotations: cos and sin of these positions, None to compute them here.
-        """
-        rotations = self.plan.rotations(positions) if rotations is None else rotations
-        place = Place(position, starts) if self.codes is None else self.codes[0].place_of(position, starts)
-        keys, values = self.buffers
-        return self.plan._step(tokens.flatten(), place, rotations, keys, values, self.fused)
+        return step, fused
 
-    def release(self) -> None:
-        """Forget the buffers, which a captured graph knows by their addresses."""
-        del self.buffers, self.codes
+    def _bind_own(self, cache: FixedCache) -> tuple[Step, Any]:
+        """Bind the model's own forward to a cache, whose length only a graph knows."""
+        static, forward, argument = static_view(cache), type(self.model).forward, cache_argument(self.model)
+        layers: list[Any] = static.layers
+        lengths: list[Tensor] = [layer.cumulative_length for layer in layers]
 
+        def step(tokens: Tensor, position: Tensor, starts: Tensor | None, positions: Tensor, rotations: Any) -> Tensor:
+            torch._foreach_copy_(lengths, [position[0]] * len(lengths))
+            output = forward(self.model, input_ids=tokens, position_ids=positions, use_cache=True, **{argument: static})
+            logits: Tensor = output.logits[:, -1]
+            return logits
 
-class OwnStep:
-    """The model's own forward with the buffers of one cache."""
-
-    def __init__(self, plan: Plan, cache: Any) -> None:
-        assert type(cache) is FixedCache
-        self.model, self.cache = plan.model, static_view(cache)
-        self.cache_argument = cache_argument(self.model)
-        layers: list[Any] = self.cache.layers
-        self.lengths: list[Tensor] = [layer.cumulative_length for layer in layers]
-
-    def __call__(
-        self, tokens: Tensor, position: Tensor, starts: Tensor | None, positions: Tensor, rotations: object
-    ) -> Tensor:
-        """Return the logits; arguments as of :class:`NativeStep`."""
-        torch._foreach_copy_(self.lengths, [position[0]] * len(self.lengths))
-        output = type(self.model).forward(
-            self.model, input_ids=tokens, position_ids=positions, use_cache=True, **{self.cache_argument: self.cache}
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-    def release(self) -> None:
-        """Forget the buffers, not the lengths, which only the graph knows otherwise."""
-        del self.cache
+        return step, lengths
 
 
 class _Table:
@@ -283,7 +258,7 @@ def _describe(model: Any, modules: dict[str, nn.Module]) -> Model:
     check_known(modules, type(model).__module__)
     check_modules(modules, (model,))
     names = ("norm_before_attention", "norm_before_feed_forward", "q", "k", "v", "o")
-    read = [each for block in description.blocks for each in block.linears(*names)]
+    read: list[Any] = [each for block in description.blocks for each in block.linears(*names)]
     found = {each.weight.dtype for each in (*read, description.norm)}
     if len(found) != 1 or not found <= set(DTYPES):
         kinds = ", ".join(sorted(map(str, found)))

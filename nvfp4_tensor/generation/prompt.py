@@ -47,7 +47,7 @@ class Prompt:
     ) -> None:
         (self.keys, self.values), self.first, self.count, self.starts = buffers, first, count, starts
         self.batch = self.keys[0].shape[0]
-        self.rotations = [tuple(t.expand(self.batch, -1, -1).flatten(0, 1) for t in pair) for pair in rotations]
+        self.rotations: list[Any] = [[t.expand(self.batch, -1, -1).flatten(0, 1) for t in pair] for pair in rotations]
         self._masks: dict[int, Tensor | None] = {}
 
     def attend(self, layer: int, block: Block, qkv: Tensor) -> Tensor:

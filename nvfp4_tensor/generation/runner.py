@@ -19,7 +19,7 @@ from nvfp4_tensor.generation.fixed_cache import (
     has_codes,
     length_of,
 )
-from nvfp4_tensor.generation.plan import Plan
+from nvfp4_tensor.generation.plan import Plan, Step
 from nvfp4_tensor.generation.token_step import Rotation
 
 WARM_UPS = 2
@@ -68,42 +68,42 @@ class Runner:
                     places = torch.arange(capacity_of(cache), device=plan.device)[:, None]
                     self._tables = [(cos.clone(), sin.clone()) for cos, sin in plan.rotations(places)]
             texts = [slice(at, at + rows) for at in range(0, batch, rows)] if rows else [None]
-            self._steps = [(each, plan.bind(cache, padded, each)) for each in texts]
-            self._replay: Callable[[], object] = self._run
+            bound = [plan.bind(cache, padded, each) for each in texts]
+            self._kept = [kept for _, kept in bound]
+            # A graph knows buffers by their addresses: they go when the cache moves to others.
+            run = functools.partial(self._run, [(each, step) for each, (step, _) in zip(texts, bound, strict=True)])
+            self._replay: Callable[[], object] = run
             if plan.device.type == "cuda":
-                warm_up = functools.partial(self._warm_up, length_of(cache))
-                self._replay = captured(self._run, plan.device, pool, warm_up)
-                for _, step in self._steps:
-                    step.release()
+                self._replay = captured(run, plan.device, pool, functools.partial(self._warm_up, run, length_of(cache)))
 
-    def _run(self) -> None:
+    def _run(self, steps: list[tuple[slice | None, Step]]) -> None:
         rotations = self._rotations
         if self._tables is not None:
             at = self._position if self._starts is None else self._positions[:, 0]
             rotations = [(cos.index_select(0, at), sin.index_select(0, at)) for cos, sin in self._tables]
-        logits = self._logits(rotations)
+        logits = self._logits(steps, rotations)
         if self.chooser is not None:
             self._tokens.copy_(self.chooser(logits)[:, None])
         self._position += 1
         self._positions += 1
         self.logits = logits
 
-    def _logits(self, rotations: list[Rotation] | None) -> Tensor:
+    def _logits(self, steps: list[tuple[slice | None, Step]], rotations: list[Rotation] | None) -> Tensor:
         if not self.rows:
-            return self._steps[0][1](self._tokens, self._position, self._starts, self._positions, rotations)
+            return steps[0][1](self._tokens, self._position, self._starts, self._positions, rotations)
         parts = []
-        for texts, step in self._steps:
+        for texts, step in steps:
             its = None if rotations is None else [(cos[texts], sin[texts]) for cos, sin in rotations]
             parts.append(step(self._tokens[texts], self._position[texts], None, self._positions[texts], its))
         return torch.cat(parts)
 
-    def _warm_up(self, position: int) -> None:
+    def _warm_up(self, run: Callable[[], object], position: int) -> None:
         """Run some steps whose results do not matter: the next token overwrites the keys and values at ``position``."""
         index = None if self.chooser is None else self.chooser.index.clone()
         for _ in range(WARM_UPS):
             self._position.fill_(position)
             self._positions.fill_(position)
-            self._run()
+            run()
         if self.chooser is not None and index is not None:
             self.chooser.index.copy_(index)
 

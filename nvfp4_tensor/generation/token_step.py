@@ -121,9 +121,10 @@ class _Block:
             parts.get(f"norm_after_{name}") for name in ("attention", "feed_forward")
         )
         norm = parts.get("norm_before_feed_forward")
+        self.hidden: Callable[[Sum], tuple[Tensor, Tensor]]
+        self.down: Callable[[Tensor], Tensor] | None = None
         if block.experts is not None:
             self.hidden = functools.partial(_mixture, norm, *block.experts)
-            self.down = None
         else:
             self.hidden = norm_project(norm, block.linears("gate", "up"), activation, is_fp8)
             self.down = project(block.linears("down"), is_fp8)

@@ -40,7 +40,7 @@ def test_warming_up_leaves_no_trace(family, natively, monkeypatch):
     def with_warm_up(self, plan, cache, *others):
         init(self, plan, cache, *others)
         with torch.no_grad():
-            self._warm_up(cache.layers[0].length)
+            self._warm_up(self._replay, cache.layers[0].length)
 
     model = natively(tiny_model(family))
     expected = written(model, prompt(model, 2))
