@@ -80,22 +80,6 @@ def test_eden_is_unbiased_and_its_error_is_less(which):
     assert mse < 0.6 * mse_sr if which == 0 else mse < mse_sr
 
 
-def test_all_operands_stochastic_multiply_to_the_exact_expectation():
-    """No product has two operands of one stream of random bits: equal bits would correlate."""
-    up = QuantizeSpec(round_mode="stochastic", scale_rounding="up")
-    recipe = Recipe(x=up, w=up, dy=up, w_for_dx=up, dy_t=up, x_t=up)
-    x, w, dy = case()
-    torch.manual_seed(2)
-    drawn = []
-    for _ in range(DRAWS):
-        y = training.linear(x, w, None, recipe)
-        drawn.append((y.detach(), *torch.autograd.grad(y, (x, w), dy)))
-    with torch.no_grad():
-        means = (x.double() @ w.double().t(), dy.double() @ w.double(), dy.double().t() @ x.double())
-    for of_all, mean in zip(zip(*drawn, strict=True), means, strict=True):
-        assert standard_errors(torch.stack(of_all).double(), mean).max() < Z
-
-
 @pytest.mark.parametrize("stream, is_unbiased", [(plan.X_STREAM, True), (plan.DY_STREAM, False)])
 def test_a_gradient_that_depends_on_y_keeps_its_mean(monkeypatch, stream, is_unbiased):
     """dy depends on what x was rounded to, so bits of x that also round dy bias dx.
