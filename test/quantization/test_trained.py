@@ -9,7 +9,6 @@ import torch
 from helpers.model_states import state_of
 from torch import nn
 from torchao.quantization import quantize_
-from torchao.quantization.qat import QATConfig
 
 from nvfp4_tensor import (
     NVFP4Config,
@@ -77,7 +76,6 @@ def in_two_steps(model, **arguments):
 TRANSFORM = QuantizeSpec(hadamard_sign=True)
 ROUTES = {
     "weight-only": lambda m: quantize_(m, NVFP4WeightOnlyConfig(four_over_six=True)),
-    "tiles": lambda m: quantize_(m, NVFP4WeightOnlyConfig(block_rows=16)),
     "fp8": lambda m: quantize_(m, NVFP4WeightOnlyConfig(activations="fp8")),
     "w4a4": lambda m: quantize_(m, NVFP4Config()),
     "row scales": lambda m: quantize_(m, NVFP4Config(row_scaled=True)),
@@ -90,12 +88,10 @@ ROUTES = {
     ),
     "part": lambda m: calibrate(m, [X], filter_fn=lambda module, name: name == "2", progress=False),
     "gptq": lambda m: gptq(m, [X], progress=False),
-    "gptq of w4a4": lambda m: gptq(m, [X], NVFP4Config(), progress=False),
 }  # fmt: skip
 TRAINED = {
     "recipe": trained,
     "other recipe": lambda: trained(NVFP4TrainingConfig("accurate_eden")),
-    "qat": lambda: trained(QATConfig(NVFP4Config(four_over_six=True), step="prepare")),
     "dense forward": lambda: trained(NVFP4TrainingConfig("nvidia"), forward="bf16"),  # with which fine-tuning ends
     "tied": lambda: trained(tied=True),
 }

@@ -119,19 +119,15 @@ WEIGHT_WRITES = SEEN | {name: lambda linear, new, w=write: w(linear.weight, new)
 
 @pytest.mark.parametrize("name", WEIGHT_WRITES)
 def test_weights_as_they_are_now(name):
-    """Also while codes are reused, if a tensor shows the write."""
+    """While codes are reused, if a tensor shows the write; each call quantizes the weight otherwise."""
     torch.manual_seed(0)
-    write, x = WEIGHT_WRITES[name], torch.randn(16, 32)
-    for mode in ("train", "eval", "no_grad", *["reuse"] * (name in SEEN)):
-        linear, times = linear_of().train(mode == "train"), 1 if name == "parametrization" else 3
-        if mode == "reuse" and name == "data = twice":
-            times = 30  # an allocator may give out an old address
-        reuses = training.reuse_weight_codes(linear) if mode == "reuse" else contextlib.nullcontext()
-        with torch.set_grad_enabled(mode != "no_grad"), reuses:
-            for _ in range(times):
-                linear(x)
-                write(linear, torch.randn(32, 32))
-                assert torch.equal(linear(x), linear_of(linear.weight)(x)), mode
+    write, x, linear = WEIGHT_WRITES[name], torch.randn(16, 32), linear_of()
+    times = {"parametrization": 1, "data = twice": 30}.get(name, 3)  # an allocator may give out an old address
+    with training.reuse_weight_codes(linear) if name in SEEN else contextlib.nullcontext():
+        for _ in range(times):
+            linear(x)
+            write(linear, torch.randn(32, 32))
+            assert torch.equal(linear(x), linear_of(linear.weight)(x))
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------------
