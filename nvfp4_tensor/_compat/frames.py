@@ -6,6 +6,7 @@ torch passes its hooks nothing about the caller. Inspecting the stack lets a hoo
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,3 +36,8 @@ def user_level() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
         frame, level = frame.f_back, level + 1
     return level
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line of the user."""
+    warnings.warn(message, stacklevel=user_level())

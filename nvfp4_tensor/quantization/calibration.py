@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear
@@ -129,8 +128,7 @@ def _warn_of_nonfinite(conversion: Conversion) -> None:
     """Warn of linears and experts some of whose inputs were not finite."""
     names = [name for name, each in conversion.observed.items() if each.activation_nonfinite > 0]
     if names:
-        warnings.warn(
+        warn_user(
             f"some inputs of {', '.join(names)} were NaN or infinite and were ignored in the calibration: check "
-            "the batches",
-            stacklevel=user_level(),
+            "the batches"
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import defaultdict
 from typing import Any
 
 from torch import Tensor, nn
 
-from nvfp4_tensor._compat.frames import caller_frame_locals, user_level
+from nvfp4_tensor._compat.frames import caller_frame_locals, warn_user
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 _asked: defaultdict[str, weakref.WeakSet[nn.Module]] = defaultdict(weakref.WeakSet)
@@ -34,10 +33,9 @@ def warn_of_merge() -> None:
     """Warn if peft or diffusers merges adapters into NVFP4 weights to remove them again later: once for each model."""
     for merge, undo, file in _MERGES:
         if _asked_first(merge, file) is not None:
-            warnings.warn(
+            warn_user(
                 f"{merge} rounds the sums to NVFP4, and {undo} rounds again: it does not bring the weights back. Keep "
-                "the adapters apart, or merge for good by nvfp4_tensor.training.merge_lora",
-                stacklevel=user_level(),
+                "the adapters apart, or merge for good by nvfp4_tensor.training.merge_lora"
             )
 
 
@@ -51,11 +49,10 @@ def warn_of_trainer() -> None:
     frozen = [p for p in parameters if not p.requires_grad]
     if frozen and all(isinstance(p, NVFP4Tensor) for p in frozen):
         share = sum(p.numel() for p in frozen) / sum(p.numel() for p in parameters)
-        warnings.warn(
+        warn_user(
             f"the NVFP4 weights of {type(model).__name__}, {share:.0%} of its parameters, are frozen, and the Trainer "
             "trains only the others: add adapters (peft.get_peft_model), train before quantize_ "
-            "(NVFP4TrainingConfig), or train NVFP4 weights by training.to_nvfp4_parameters and NVFP4AdamW",
-            stacklevel=user_level(),
+            "(NVFP4TrainingConfig), or train NVFP4 weights by training.to_nvfp4_parameters and NVFP4AdamW"
         )
 
 
@@ -64,8 +61,7 @@ def warn_of_dense_weight(weight: Any, new: Any) -> None:
     if not isinstance(weight, NVFP4Tensor) or isinstance(new, NVFP4Tensor) or not isinstance(new, Tensor):
         return
     if _asked_first("load_state_dict", "torch/nn/modules/module.py") is not None:
-        warnings.warn(
+        warn_user(
             f"load_state_dict(assign=True) replaces NVFP4 weights by dense ones of {new.dtype}: leave assign out to "
-            "quantize them, or quantize the model again afterwards",
-            stacklevel=user_level(),
+            "quantize them, or quantize the model again afterwards"
         )

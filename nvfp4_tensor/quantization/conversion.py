@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Sequence
 
 from torch import Tensor, nn
@@ -10,7 +9,7 @@ from torchao.quantization.quantize_.common.quantization_step import Quantization
 from torchao.quantization.transform_module import register_quantize_module_handler
 from tqdm import tqdm
 
-from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.matmul.backends import check_backend, check_installed
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -191,11 +190,10 @@ class Conversion:
                 self.left_dense |= set(modules)
                 named.append(" = ".join(f"{path}.{name}".lstrip(".") for path, _, name in holders))
         if named:
-            warnings.warn(
+            warn_user(
                 f"left dense, because something that is not quantized shares these weights: {', '.join(named)}. To "
                 "quantize only the linear, give it a weight of its own first: linear.weight = "
-                "nn.Parameter(linear.weight.detach().clone())",
-                stacklevel=user_level(),
+                "nn.Parameter(linear.weight.detach().clone())"
             )
 
     # --- warnings ----------------------------------------------------------------------------------------------------
@@ -208,11 +206,10 @@ class Conversion:
             if "lora_" in name and module in self.linears and module.weight.requires_grad  # type: ignore[union-attr]
         ]
         if adapters:
-            warnings.warn(
+            warn_user(
                 f"quantize_ also quantizes {len(adapters)} matrices of adapters ({adapters[0]}, ...), which then do "
                 "not train: quantize before peft.get_peft_model, or pass filter_fn=lambda module, name: "
-                "isinstance(module, torch.nn.Linear) and 'lora_' not in name",
-                stacklevel=user_level(),
+                "isinstance(module, torch.nn.Linear) and 'lora_' not in name"
             )
 
     def _warn_of_codes(self) -> None:
@@ -220,10 +217,9 @@ class Conversion:
         spec = stored_spec(self.config.weight)
         other = [each for each in self.linears if trained_in_nvfp4(each) and each.weight.spec != spec]  # type: ignore[union-attr]
         if other:
-            warnings.warn(
+            warn_user(
                 f"{len(other)} weights trained in NVFP4 and keep their codes: the config's settings for weights have "
-                "no effect on them",
-                stacklevel=user_level(),
+                "no effect on them"
             )
 
     # --- a linear ----------------------------------------------------------------------------------------------------
@@ -264,8 +260,7 @@ def _warn_of_dense_experts(model: nn.Module) -> None:
     left = list(dense_experts(model))
     if left:
         share = sum(each.dense.numel() for each in left) / sum(parameter.numel() for parameter in model.parameters())
-        warnings.warn(
+        warn_user(
             f"the experts stay dense, {share:.0%} of the model's weights ({left[0].name}, {len(left)} in all): "
-            "experts=True in the config also quantizes them, experts=False silences this warning",
-            stacklevel=user_level(),
+            "experts=True in the config also quantizes them, experts=False silences this warning"
         )

@@ -7,7 +7,6 @@ and the filter, which are read from the frame of ``quantize_``. ``quantize_model
 from __future__ import annotations
 
 import dataclasses
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import quantize_
 
-from nvfp4_tensor._compat.frames import caller_frame_locals, user_level
+from nvfp4_tensor._compat.frames import caller_frame_locals, warn_user
 
 Filter = Callable[[nn.Module, str], bool]
 T = TypeVar("T")
@@ -88,9 +87,8 @@ def warn_of_dense_attention(model: nn.Module, filter_fn: Filter) -> None:
         if type(last.weight.data) is Tensor and filter_fn(plain, path) and not filter_fn(last, path):
             dense.append(name or type(model).__name__)
     if dense:
-        warnings.warn(
+        warn_user(
             f"left dense, because nn.MultiheadAttention calls no nn.Linear: all weights of {', '.join(dense)}. To "
             "quantize them, write attention with one nn.Linear per projection; a filter_fn that excludes their names "
-            "silences this warning",
-            stacklevel=user_level(),
+            "silences this warning"
         )

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.quantization import experts
 from nvfp4_tensor.quantization.conv1d import is_conv1d
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -59,10 +58,9 @@ def warn_of_training(model: nn.Module, chosen: Iterable[nn.Module], with_experts
     if not with_experts and experts.trains_experts(model):
         left += [name for name, module in model.named_modules() if experts.is_experts(module)]
     if left:
-        warnings.warn(
+        warn_user(
             f"{left[0]}{f' and {len(left) - 1} more modules' if left[1:] else ''} still train in NVFP4, and quantize "
-            "their inputs at each call: training.to_dense(model) makes them dense, for inference",
-            stacklevel=user_level(),
+            "their inputs at each call: training.to_dense(model) makes them dense, for inference"
         )
 
 

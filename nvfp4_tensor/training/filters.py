@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import warnings
 from collections.abc import Callable
 
 from torch import nn
 
-from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.quantization.conv1d import is_linear
 
 
@@ -67,9 +66,8 @@ def keep_dense(*which: str | Callable[[nn.Module, str], bool]) -> Filter:
         names = [name for name, _ in model.named_modules() if name]
         for one in which:
             if isinstance(one, str) and names and not any(_matches(name, one) for name in names):
-                warnings.warn(
-                    f"keep_dense({one!r}) keeps nothing dense: no module of the {type(model).__name__} has that name",
-                    stacklevel=user_level(),
+                warn_user(
+                    f"keep_dense({one!r}) keeps nothing dense: no module of the {type(model).__name__} has that name"
                 )
 
     return Filter(lambda module, name: not is_dense(module, name), check)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.random_state import rng_state_of
@@ -192,10 +191,9 @@ def _groups(model: nn.Module, targets: dict[str, Tensor], writes: Collection[str
         else:
             parts += given
     if parts:
-        warnings.warn(
+        warn_user(
             f"{_abbreviated(parts)} without the linears that servers join with them: they no longer share a per-tensor "
-            "scale, and saving rounds them again. Give q, k and v, or gate and up, in one call",
-            stacklevel=user_level(),
+            "scale, and saving rounds them again. Give q, k and v, or gate and up, in one call"
         )
     return list(dict.fromkeys(groups.get(name, (name,)) for name in writes))
 

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
@@ -210,9 +209,7 @@ def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
     holders = shared_parameters(model)
     shared = [target.name for target in targets if id(target.dense) in holders]
     if shared:
-        warnings.warn(
-            f"left dense, because several modules share the weight: {', '.join(shared)}", stacklevel=user_level()
-        )
+        warn_user(f"left dense, because several modules share the weight: {', '.join(shared)}")
     return [target for target in targets if target.name not in shared]
 
 
