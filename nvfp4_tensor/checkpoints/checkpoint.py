@@ -140,26 +140,30 @@ class Checkpoint(abc.ABC):
     cache: Any = None
 
     @abc.abstractmethod
-    def linear(self, name: str) -> LinearParts:
-        """Read a quantized weight into new CPU tensors."""
+    def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
+        """Read a tensor as it is, in NVFP4, in FP8 or dense, into CPU tensors."""
 
-    def quantized_entry(self, name: str) -> Entry:
-        """Return the entry of a quantized weight; raise a ValueError if the weight is dense."""
+    def linear(self, name: str) -> LinearParts:
+        """Read a quantized weight."""
         if not self.entries[name].quantized:
             raise ValueError(f"{name} is dense: read it by dense(name) instead")
-        return self.entries[name]
+        value = self.value(name)
+        assert isinstance(value, LinearParts)
+        return value
 
     def fp8(self, name: str) -> FP8Tensor:
-        """Read a weight in FP8 into new CPU tensors."""
-        raise ValueError(f"{name} is not FP8: read it by linear(name) or dense(name) instead")
+        """Read a weight in FP8."""
+        if self.entries[name].fp8 is None:
+            raise ValueError(f"{name} is not FP8: read it by linear(name) or dense(name) instead")
+        value = self.value(name)
+        assert isinstance(value, FP8Tensor)
+        return value
 
-    def coded(self, name: str) -> LinearParts | FP8Tensor:
-        """Read a weight in NVFP4 or FP8."""
-        return self.linear(name) if self.entries[name].fp8 is None else self.fp8(name)
-
-    @abc.abstractmethod
     def dense(self, name: str) -> Tensor:
         """Read a tensor that is not quantized; decode one in FP8."""
+        value = self.value(name)
+        assert isinstance(value, Tensor), name
+        return value.values() if isinstance(value, FP8Tensor) else value
 
     def per_tensor_scale(self, name: str) -> Tensor:
         """Read the per-tensor scale of a quantized weight, without its codes if the format stores them separately."""

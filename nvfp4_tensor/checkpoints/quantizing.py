@@ -141,6 +141,7 @@ class Quantized(View):
         chosen, model_type = dict.fromkeys(self.plan.quantized), source.config.get("model_type")
         if transposed := [name for name in chosen if is_stored_transposed(model_type, name)]:
             self.source = AsLinears(source, transposed)
+        self.made = chosen
         self._unscaled = {name for name in chosen if not has_scale(name)}
         self._input_amax = _by_parameter(input_amax, chosen, source)
         self._amax: dict[tuple[str, ...], Tensor] = {}
@@ -164,7 +165,7 @@ class Quantized(View):
         amax = self._shared_amax(name)
         return torch.where(amax == 0, torch.ones((), dtype=torch.float32), amax / self.spec.largest_value)
 
-    def linear(self, name: str) -> LinearParts:
+    def make(self, name: str) -> LinearParts:
         """Quantize a weight (N, K), or experts one by one, bitwise equal to ``quantize`` and ``quantize_experts``.
 
         Experts are stored as (E, K, N). A weight that is not kept is in memory some rows at a time.

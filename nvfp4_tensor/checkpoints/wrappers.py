@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ class View(Checkpoint):
 
     Attributes:
         stored: the names in the source of the tensors that have other names there.
+        made: the names of the tensors that :meth:`make` reads.
     """
+
+    made: Container[str] = ()
 
     def __init__(self, source: Checkpoint) -> None:
         self.source = source
@@ -31,19 +35,21 @@ class View(Checkpoint):
         self.entries = dict(source.entries)
         self.stored: Mapping[str, str] = {}
 
-    def linear(self, name: str) -> LinearParts:
-        return self.source.linear(self.stored.get(name, name))
+    def make(self, name: str) -> LinearParts | Tensor:
+        """Read one of the tensors that the source does not have."""
+        raise NotImplementedError
 
-    def fp8(self, name: str) -> FP8Tensor:
-        return self.source.fp8(self.stored.get(name, name))
-
-    def dense(self, name: str) -> Tensor:
-        return self.source.dense(self.stored.get(name, name))
+    def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
+        return self.make(name) if name in self.made else self.source.value(self.stored.get(name, name))
 
     def per_tensor_scale(self, name: str) -> Tensor:
+        if name in self.made:
+            return super().per_tensor_scale(name)
         return self.source.per_tensor_scale(self.stored.get(name, name))
 
     def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
+        if name in self.made:
+            return super().chunks(name, rows)
         return self.source.chunks(self.stored.get(name, name), rows, buffer)
 
     def write_auxiliary_files(self, folder: Path) -> None:
@@ -69,22 +75,26 @@ class WeightOnly(View):
             fp8 = None if entry.fp8 is None else dataclasses.replace(entry.fp8, activations=None)
             self.entries[name] = dataclasses.replace(entry, quantizes_activations=False, has_input_scale=False, fp8=fp8)
 
-    def linear(self, name: str) -> LinearParts:
-        return self.source.linear(name).weight_only()
-
-    def fp8(self, name: str) -> FP8Tensor:
-        return self.source.fp8(name).weight_only()
+    def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
+        value = self.source.value(name)
+        return value.weight_only() if isinstance(value, LinearParts | FP8Tensor) else value
 
 
-class WithCacheScales(View):
-    """A checkpoint whose scales of a key-value cache have other names, by their names in it; "" omits a tensor."""
+class Renamed(View):
+    """A checkpoint some of whose tensors have other names, by their names in it; "" omits a tensor."""
 
     def __init__(self, source: Checkpoint, renamed: Mapping[str, str]) -> None:
         super().__init__(source)
         self.stored = {new: name for name, new in renamed.items() if new}
-        self.cache = source.cache if self.stored else None
         named = ((renamed.get(name, name), entry) for name, entry in source.entries.items())
         self.entries = {name: entry for name, entry in named if name}
+
+
+def with_cache_scales(source: Checkpoint, renamed: Mapping[str, str]) -> Checkpoint:
+    """Return a checkpoint whose scales of a key-value cache, which are all of ``renamed``, have other names."""
+    view = Renamed(source, renamed)
+    view.cache = source.cache if view.stored else None
+    return view
 
 
 class AsLinears(View):
@@ -92,16 +102,12 @@ class AsLinears(View):
 
     def __init__(self, source: Checkpoint, names: Iterable[str]) -> None:
         super().__init__(source)
-        self._names = set(names)
-        for name in self._names:
+        self.made = set(names)
+        for name in self.made:
             self.entries[name] = dataclasses.replace(source.entries[name], shape=source.entries[name].shape[::-1])
 
-    def dense(self, name: str) -> Tensor:
-        return self.source.dense(name).t().contiguous() if name in self._names else self.source.dense(name)
-
-    def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
-        whole = Checkpoint.chunks(self, name, rows)
-        return whole if name in self._names else self.source.chunks(name, rows, buffer)
+    def make(self, name: str) -> Tensor:
+        return self.source.dense(name).t().contiguous()
 
 
 def with_conv1d_transposed(source: Checkpoint) -> Checkpoint:
@@ -112,60 +118,109 @@ def with_conv1d_transposed(source: Checkpoint) -> Checkpoint:
     return AsLinears(source, names) if names else source
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stack:
+    """What the tensor of all experts of a layer is, (E, N, K) or, of biases, (E, N).
+
+    Attributes:
+        name: what transformers calls it.
+        kind: "weight" or "bias".
+        transposed: whether it is (E, K, N).
+        interleaved: whether rows of gate and up alternate, instead of gate above up.
+    """
+
+    name: str
+    kind: str = "weight"
+    transposed: bool = False
+    interleaved: bool = False
+
+
 class Apart(View):
     """A dense checkpoint with a matrix (N, K) per linear, where its files have one tensor for several."""
 
+    made: dict[str, tuple[str, int, slice, bool]]
+    """By name: the stored tensor, which of its matrices, the rows of that, and whether it is transposed first."""
+
     def __init__(self, source: Checkpoint) -> None:
         super().__init__(source)
-        self._rows = dict[str, tuple[str, int, slice, bool]]()
-        """By name: the stored tensor, which of its matrices, the rows of that, and whether it is transposed first."""
+        self.entries, self.made = {}, {}
         self._last: tuple[str, int, Iterator[Tensor], Tensor] | None = None
 
-    def dense(self, name: str) -> Tensor:
-        return self._part(name).clone() if name in self._rows else self.source.dense(name)
+    def make(self, name: str) -> LinearParts | Tensor:
+        return self._matrix(name).clone()
 
     def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
-        return chunks_of(self._part(name), rows) if name in self._rows else self.source.chunks(name, rows, buffer)
+        return chunks_of(self._matrix(name), rows) if name in self.made else self.source.chunks(name, rows, buffer)
 
-    def _part(self, name: str) -> Tensor:
+    def _shape_of(self, stack: str) -> tuple[int, ...]:
+        """Return the shape of each matrix of a stored tensor."""
+        return self.source.entries[stack].shape[-2:]
+
+    def _matrix(self, name: str) -> Tensor:
         """Read a matrix, which is valid until one of another is read. They are read one after the other."""
-        stack, index, rows, transposed = self._rows[name]
+        stack, index, rows, transposed = self.made[name]
+        shape = self._shape_of(stack)
         if self._last is None or self._last[0] != stack or self._last[1] > index:
-            matrices = self.source.chunks(stack, self.source.entries[stack].shape[-2])
+            matrices = self.source.chunks(stack, shape[0] if len(shape) > 1 else 1)
             self._last = stack, 0, matrices, next(matrices)
         _, at, matrices, matrix = self._last
         for _ in range(index - at):
             matrix = next(matrices)
         self._last = stack, index, matrices, matrix
+        matrix = matrix.view(shape)
         return (matrix.t() if transposed else matrix)[rows].contiguous()
 
 
 class ExpertsApart(Apart):
-    """A dense checkpoint with one matrix (N, K) per expert, where its files have one tensor for all experts of a layer.
+    """A checkpoint with one matrix (N, K) per expert, where its files have one tensor for all experts of a layer.
 
     Their names are those that ``save`` gives to the experts of a model in memory.
     """
 
-    def __init__(self, source: Checkpoint) -> None:
+    def __init__(self, source: Checkpoint, stacks: Mapping[str, Stack] | None = None) -> None:
+        """stacks: what is taken apart, by name; by default all dense experts of :data:`EXPERT_STACKS`."""
         super().__init__(source)
-        self.entries = {}
-        stacks = {name: found for name in source.entries for found in _stacks(name, source.entries)}
+        stacks = dict(_stacks(source.entries)) if stacks is None else stacks
+        self._quantized: tuple[str, LinearParts] | None = None
         for name, entry in source.entries.items():
             if name not in stacks:
                 self.entries[name] = entry
                 continue
-            called, transposed = stacks[name]
-            count, rows, columns = (entry.shape[i] for i in ((0, 2, 1) if transposed else (0, 1, 2)))
-            module, _, joined = called.rpartition(".")
+            stack, (count, *shape) = stacks[name], entry.shape
+            shape = shape[::-1] if stack.transposed else shape
+            module, _, joined = stack.name.rpartition(".")
             parts = JOINED_AS[joined]
+            rows = shape[0] // len(parts)
             for expert in range(count):
                 for i, part in enumerate(parts):
-                    own = slice(i, None, len(parts))
-                    if not name.endswith(INTERLEAVED):
-                        own = slice(i * rows // len(parts), (i + 1) * rows // len(parts))
-                    each = f"{module}.{expert}.{part}.weight"
-                    self.entries[each] = dataclasses.replace(entry, shape=(rows // len(parts), columns))
-                    self._rows[each] = name, expert, own, transposed
+                    each = f"{module}.{expert}.{part}.{stack.kind}"
+                    own = slice(i, None, len(parts)) if stack.interleaved else slice(i * rows, (i + 1) * rows)
+                    self.entries[each] = dataclasses.replace(entry, shape=(rows, *shape[1:]), scales=())
+                    self.made[each] = name, expert, own, stack.transposed
+
+    def make(self, name: str) -> LinearParts | Tensor:
+        return self._linear(name) if self.entries[name].quantized else super().make(name)
+
+    def _shape_of(self, stack: str) -> tuple[int, ...]:
+        return self.source.entries[stack].shape[1:]  # of biases too
+
+    def _linear(self, name: str) -> LinearParts:
+        """Read the rows of an expert in NVFP4. The parts of all are kept, because each expert asks for them."""
+        stack, expert, rows, _ = self.made[name]
+        if self._quantized is None or self._quantized[0] != stack:
+            self._quantized = stack, self.source.linear(stack)
+        parts = self._quantized[1]
+        factors, (count, each) = parts.per_tensor_scale, parts.shape[:2]
+        factors = factors.expand((count, each) if factors.dim() == 2 else count * each).reshape(count, each)
+        factors = factors[expert, rows]
+        if not (factors == factors[0]).all():
+            raise ValueError(f"{name}: its rows have different per-tensor scales, which no format supports")
+        return parts.replace(
+            qdata=parts.qdata[expert, rows].contiguous(),
+            scale=parts.scale[expert, rows].contiguous(),
+            per_tensor_scale=factors[0].clone(),
+            divisor=None,
+        )
 
 
 class RowsApart(Apart):
@@ -177,7 +232,6 @@ class RowsApart(Apart):
             ValueError: the rows of a weight are not those that config.json describes.
         """
         super().__init__(source)
-        self.entries = {}
         for name, entry in source.entries.items():
             self.entries |= self._split(name, entry) or {name: entry}
 
@@ -201,33 +255,32 @@ class RowsApart(Apart):
         for part, share in shares.items():
             each = f"{stem.removesuffix(end)}{part}.weight"
             parts[each] = dataclasses.replace(entry, shape=(share * unit, entry.shape[1]))
-            self._rows[each] = name, 0, slice(first, first + share * unit), False
+            self.made[each] = name, 0, slice(first, first + share * unit), False
             first += share * unit
         return parts
 
 
-def _stacks(name: str, entries: Mapping[str, Entry]) -> Iterator[tuple[str, bool]]:
-    """Yield what transformers calls the tensor of all experts of a layer, and whether it is (E, K, N)."""
-    for first, second in EXPERT_STACKS.items():
+def _stacks(entries: Mapping[str, Entry]) -> Iterator[tuple[str, Stack]]:
+    """Yield the tensors of all experts of a layer of :data:`EXPERT_STACKS`; without biases, as gpt-oss's are."""
+    for name, (first, second) in itertools.product(entries, EXPERT_STACKS.items()):
         end = next((each for each in (first, second) if name.endswith(each)), None)
         pair = [f"{name.removesuffix(end)}{each}" for each in (first, second)] if end else []
         shapes = [entries[each].shape for each in pair if each in entries and f"{each}_bias" not in entries]
         if len(shapes) == 2 and all(len(shape) == 3 for shape in shapes):
             (_, a, b), (_, c, d) = shapes
             prefix = f"{pair[0].removesuffix(first)}{first[: first.find('.', 1)]}"
-            experts = prefix if prefix.endswith(".experts") else f"{prefix}.experts"
+            called = f"{prefix if prefix.endswith('.experts') else f'{prefix}.experts'}"
+            called += ".gate_up_proj" if end == first else ".down_proj"
             if (a, c) == (2 * d, b) or (b, d) == (2 * c, a):
-                yield f"{experts}.{'gate_up_proj' if end == first else 'down_proj'}", (a, c) != (2 * d, b)
+                interleaved = name.endswith(INTERLEAVED)
+                yield name, Stack(name=called, transposed=(a, c) != (2 * d, b), interleaved=interleaved)
 
 
-class OfWholeModel(View):
-    """A checkpoint of a model without its output layer, such as GPT-2's, with the names of the one that has it."""
-
-    def __init__(self, source: Checkpoint, prefix: str) -> None:
-        super().__init__(source)
-        bare = not any(name.startswith(prefix) for name in source.entries)
-        self.stored = {name if not bare or name.endswith(LM_HEAD) else prefix + name: name for name in source.entries}
-        self.entries = {ours: source.entries[name] for ours, name in self.stored.items()}
+def of_whole_model(source: Checkpoint, prefix: str) -> Checkpoint:
+    """Return a checkpoint of a model without its output layer, such as GPT-2's, with the names of the whole model."""
+    if any(name.startswith(prefix) for name in source.entries):
+        return source
+    return Renamed(source, {name: prefix + name for name in source.entries if not name.endswith(LM_HEAD)})
 
 
 class WithHead(View):

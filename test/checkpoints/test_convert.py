@@ -28,9 +28,9 @@ CASES += [("scales of 1", "mlx", "modelopt"), ("scales of 1", "gguf", "mlx")]
 class Divided(InMemory):
     """As a file of divisors has it, of which one in seven is not the inverse of its inverse."""
 
-    def linear(self, name: str) -> LinearParts:
-        parts = super().linear(name)
-        if "self_attn" in name:
+    def value(self, name: str) -> LinearParts | torch.Tensor:
+        parts = super().value(name)
+        if "self_attn" in name or not isinstance(parts, LinearParts):
             return parts
         return parts.replace(per_tensor_scale=parts.per_tensor_scale.reciprocal(), divisor=parts.per_tensor_scale)
 

@@ -71,7 +71,7 @@ LOST = "was not written, and nothing of it is left"
 def test_an_interrupt_says_what_is_left(dense, text, tmp_path, run, monkeypatch, name, owner, more, left):
     dst = tmp_path / name
     command = ["quantize", dense, dst, *more, *([text] if owner is Fitted else [])]
-    at_call(monkeypatch, owner, "linear", 8, KeyboardInterrupt())
+    at_call(monkeypatch, owner, "value", 8, KeyboardInterrupt())
     said = run(*command, status=130)
     assert f"nvfp4: interrupted: {dst}" in said and left in said and not dst.exists()
     assert len(list(tmp_path.iterdir())) == ("keeps" in left)

@@ -37,6 +37,7 @@ from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS, ceil_to
 from nvfp4_tensor.quantization.names import some
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 
 _HEADER, _MARKER = "_quantization_metadata", "comfy_quant"
 _NVFP4, _FULL_PRECISION, _SHAPE = "nvfp4", "full_precision_matrix_mult", "shape"
@@ -169,8 +170,9 @@ class _Activations(View):
         for name, entry in source.entries.items():
             self.entries[name] = dataclasses.replace(entry, quantizes_activations=entry.quantized)
 
-    def linear(self, name: str) -> LinearParts:
-        return self.source.linear(name).replace(quantizes_activations=True)
+    def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
+        value = self.source.value(name)
+        return value.replace(quantizes_activations=True) if isinstance(value, LinearParts) else value
 
 
 def _markers(shards: Shards) -> dict[str, dict[str, Any]]:

@@ -160,8 +160,8 @@ class _Represented(View):
         """
         super().__init__(source)
         self._global_scale, self._lossy = global_scale, lossy
-        quantized = [name for name, entry in self.entries.items() if entry.quantized]
-        inexact = [] if lossy else [name for name in quantized if not self._is_exact(name)]
+        self.made = {name: entry for name, entry in self.entries.items() if entry.quantized}
+        inexact = [] if lossy else [name for name in self.made if not self._is_exact(name)]
         if inexact and global_scale:
             raise ValueError(
                 f"MLX stores 2688 times the per-tensor scale, which no float32 is exactly for {some(inexact)}: pass "
@@ -184,12 +184,9 @@ class _Represented(View):
         inner = super().identity()
         return None if inner is None else [*inner, self._global_scale, self._lossy]
 
-    def linear(self, name: str) -> LinearParts:
+    def make(self, name: str) -> LinearParts:
         parts = self.source.linear(name).weight_only()
         return parts if self._global_scale else with_scale_of_one(parts)
-
-    def per_tensor_scale(self, name: str) -> Tensor:
-        return self.linear(name).per_tensor_scale
 
 
 def folds_exactly(checkpoint: Checkpoint, name: str) -> bool:

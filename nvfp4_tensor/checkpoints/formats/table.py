@@ -449,18 +449,18 @@ class TableFormat(Format):
         with ShardFile(file, tensors, self.metadata(checkpoint)) as shard:
             for name in names:
                 entry = checkpoint.entries[name]
-                if entry.fp8:
-                    shard.write_later(self.encoded(name, checkpoint.fp8(name), entry))
-                elif entry.quantized:
-                    parts = checkpoint.linear(name)
-                    shard.write_later(self.encoded(name, parts, entry))
-                    if lost := lost_factors(parts, stores_divisors=self.layout.number is Number.DIVISOR):
-                        factors[name] = lost
-                    if nan_blocks(parts):
-                        with_nan.append(name)
-                else:
+                if not entry.is_coded:
                     for chunk in checkpoint.chunks(name):
                         shard.write(name, chunk)
+                    bar.update(entry.nbytes)
+                    continue
+                value: Any = checkpoint.value(name)
+                shard.write_later(self.encoded(name, value, entry))
+                if isinstance(value, LinearParts):
+                    if lost := lost_factors(value, stores_divisors=self.layout.number is Number.DIVISOR):
+                        factors[name] = lost
+                    if nan_blocks(value):
+                        with_nan.append(name)
                 bar.update(entry.nbytes)
             checkpoint.check_unchanged()
             shard.finish()

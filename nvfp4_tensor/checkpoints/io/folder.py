@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales
 from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.names import natural, some
-from nvfp4_tensor.tensor.fp8 import FP8Spec, FP8Tensor, decode
+from nvfp4_tensor.tensor.fp8 import FP8Tensor, decode
 
 if TYPE_CHECKING:
     from nvfp4_tensor.checkpoints.formats.table import TableFormat
@@ -74,11 +73,11 @@ class FolderCheckpoint(Checkpoint):
         order = {file.name: i for i, file in enumerate(self.shards.files)}
         self.entries = dict(sorted(entries.items(), key=lambda item: (order[str(item[1].shard)], natural(item[0]))))
 
-    def linear(self, name: str) -> LinearParts:
-        return self.decoded(name, self.shards)
+    def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
+        return self.decoded(name, self.shards) if self.entries[name].is_coded else self.shards[name]
 
     def per_tensor_scale(self, name: str) -> Tensor:
-        if self.quantized_entry(name).group != BLOCK:  # it follows from the block scales and codes of MXFP4
+        if self.entries[name].group != BLOCK:  # it follows from the block scales and codes of MXFP4
             return self.linear(name).per_tensor_scale
         return self.decoded(name, self._numbers(self._format.layout.keys_of(name))).per_tensor_scale
 
@@ -93,48 +92,28 @@ class FolderCheckpoint(Checkpoint):
             for key, info in found.items()
         }
 
-    def decoded(self, name: str, tensors: Mapping[str, Tensor]) -> LinearParts:
-        """Return the parts of a linear, from its tensors in the files or elsewhere."""
-        entry = self.quantized_entry(name)
-        with self._naming(name):
+    def decoded(self, name: str, tensors: Mapping[str, Tensor]) -> Any:
+        """Return a weight in NVFP4 or FP8, from its tensors in the files or elsewhere."""
+        entry = self.entries[name]
+        try:
+            if entry.fp8:
+                return fp8.decode(name, tensors, entry)
             parts = check_scales(self._format.decode(name, tensors, entry))
             return with_factors(parts, self._factors.get(name, {}))
-
-    @contextlib.contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
-        """Add the names of the file and of the weight to errors."""
-        try:
-            yield
         except ValueError as error:
-            file = self.path / str(self.entries[name].shard) if self.path.is_dir() else self.path
+            file = self.path / str(entry.shard) if self.path.is_dir() else self.path
             raise ValueError(f"{file}: tensor {name}: {error}") from None
 
-    def fp8(self, name: str) -> FP8Tensor:
-        return self.decoded_fp8(name, self.shards)
-
-    def decoded_fp8(self, name: str, tensors: Mapping[str, Tensor]) -> FP8Tensor:
-        """Return a weight in FP8, from its tensors in the files or elsewhere."""
-        if self.entries[name].fp8 is None:
-            return super().fp8(name)
-        with self._naming(name):
-            return fp8.decode(name, tensors, self.entries[name])
-
-    def dense(self, name: str) -> Tensor:
-        return self.fp8(name).values() if self._in_fp8(name) else self.shards[self.stored_name(name)]
-
-    def _in_fp8(self, name: str) -> FP8Spec | None:
-        return self.entries[name].fp8 if name in self.entries else None
-
     def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
-        spec = self._in_fp8(name)
-        if spec is None:
-            yield from self.shards.chunks(self.stored_name(name), rows, buffer)
-        elif len(self.entries[name].shape) > 2:
+        entry = self.entries[name]
+        if entry.fp8 is None:
+            yield from self.shards.chunks(name, rows, buffer)
+        elif len(entry.shape) > 2:
             yield from chunks_of(self.dense(name), rows)
         else:
-            scale, first = self.decoded_fp8(name, self._numbers(fp8.keys_of(name))).scale, 0
+            scale, first = self.decoded(name, self._numbers(fp8.keys_of(name))).scale, 0
             for codes in self.shards.chunks(name, rows):
-                yield decode(codes, scale, spec.block, self.entries[name].dtype, first)
+                yield decode(codes, scale, entry.fp8.block, entry.dtype, first)
                 first += len(codes)
 
     def write_auxiliary_files(self, folder: Path) -> None:
@@ -162,10 +141,6 @@ class FolderCheckpoint(Checkpoint):
                 "copy them to the output if the model needs them",
                 stacklevel=5,
             )
-
-    def stored_name(self, name: str) -> str:
-        """Return the name of a dense tensor in the files."""
-        return name
 
     def dtype(self) -> torch.dtype:
         """Return the dtype that quantized weights decode to: that of config.json, or bfloat16."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,15 +126,15 @@ def _kind(entry: Entry) -> str:
 
 def gather(origin: Origin, checkpoint: Checkpoint) -> tuple[LinearParts | Tensor, Origin]:
     """Read a parameter: its parts, an FP8Tensor or a dense tensor; and the origin with the scales of the file."""
-    if checkpoint.entries[origin.names[0]].fp8 is not None:
-        return _gather_fp8(origin, {name: checkpoint.fp8(name) for name in origin.names})
+    parts: dict[str, Any] = {name: checkpoint.value(name) for name in origin.names}
     first, leading = origin.names[0], (len(origin.groups), -1) if origin.stacked else (-1,)
-    if not checkpoint.entries[first].quantized:
+    if isinstance(parts[first], FP8Tensor):
+        return _gather_fp8(origin, parts)
+    if isinstance(parts[first], Tensor):
         if origin.is_whole:
-            return checkpoint.dense(first), origin
-        joined = torch.cat([checkpoint.dense(name) for name in origin.names])
+            return parts[first], origin
+        joined = torch.cat(list(parts.values()))
         return joined.view(*leading, *joined.shape[1:]), origin
-    parts = {name: checkpoint.linear(name) for name in origin.names}
     origin = dataclasses.replace(origin, factors={name: kept for name, each in parts.items() if (kept := _kept(each))})
     if origin.is_whole:
         return parts[first], origin

@@ -150,28 +150,18 @@ class ModelCheckpoint(Checkpoint):
             names.setdefault(parameter, []).append(name)
         return names
 
-    def linear(self, name: str) -> LinearParts:
+    def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
         parameter = self._parameter[name]
+        tensor, origin = self._tensors[parameter].detach(), self._origin(parameter)
+        if isinstance(tensor, FP8Tensor):
+            return split_fp8(tensor.cpu(), origin)[name]
+        if not isinstance(tensor, NVFP4Tensor):
+            is_whole = parameter.rpartition(".")[2] == PRE_SCALE
+            return (tensor if is_whole else _split_dense(tensor, origin)[name]).cpu()
         if self._last[0] != parameter:  # the tensors of one parameter are read one after the other
-            weight = self._tensors[parameter]
-            assert isinstance(weight, NVFP4Tensor)
-            self._last = parameter, split(parts_of(weight.detach().cpu()), self._origin(parameter))
+            self._last = parameter, split(parts_of(tensor.cpu()), origin)
         parts = self._last[1][name]
         return self._requantized(name, parts) if name in self._shared else parts
-
-    def fp8(self, name: str) -> FP8Tensor:
-        parameter = self._parameter[name]
-        weight = self._tensors[parameter]
-        assert isinstance(weight, FP8Tensor)
-        return split_fp8(weight.cpu(), self._origin(parameter))[name]
-
-    def dense(self, name: str) -> Tensor:
-        if self.entries[name].fp8 is not None:
-            return self.fp8(name).values()
-        parameter = self._parameter[name]
-        if parameter.rpartition(".")[2] == PRE_SCALE:
-            return self._tensors[parameter].detach().cpu()
-        return _split_dense(self._tensors[parameter].detach(), self._origin(parameter))[name].cpu()
 
     def _share_scales(self, groups: list[tuple[str, ...]], mismatched_scales: MismatchedScales) -> None:
         """Give the linears of each group the largest of their per-tensor scales."""

@@ -21,7 +21,9 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.checkpoint import chunks_of
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import CHUNK, NAMES, Shards
+from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics.layout import TILE_ROWS
+from nvfp4_tensor.tensor.fp8 import FP8Tensor
 
 if TYPE_CHECKING:
     from nvfp4_tensor.checkpoints.formats.table import TableFormat
@@ -122,9 +124,9 @@ class CodedFolder(FolderCheckpoint):
         self.coded_weights: dict[str, Coded] = {}
         super().__init__(format, path)
 
-    def dense(self, name: str) -> Tensor:
+    def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
         if name not in self.coded_weights:
-            return super().dense(name)
+            return super().value(name)
         entry = self.entries[name]
         (whole,) = self.chunks(name, self.coded_weights[name].shape[0])
         return whole.view(entry.shape)

@@ -168,11 +168,8 @@ class _Collected(View):
         super().__init__(source)
         self.tensors = tensors
 
-    def linear(self, name: str) -> LinearParts:
+    def value(self, name: str) -> LinearParts | FP8Tensor:
         return self.source.decoded(name, self.tensors)
-
-    def fp8(self, name: str) -> FP8Tensor:
-        return self.source.decoded_fp8(name, self.tensors)
 
 
 def attach_quantizer(model: PreTrainedModel) -> PreTrainedModel:

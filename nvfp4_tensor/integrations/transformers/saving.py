@@ -123,7 +123,7 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     for name, entry in checkpoint.entries.items():
         if not entry.is_coded:
             continue  # dense tensors have the model's names, which transformers maps to those in files
-        parts = checkpoint.coded(name)
+        parts: Any = checkpoint.value(name)
         for key, tensor in layout.encoded(name, parts, entry).items():
             # Linears with a common scale may share its tensor, which transformers would treat as a tied weight.
             tensors[key] = tensor.clone() if tensor.dim() == 0 else tensor

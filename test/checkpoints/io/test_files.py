@@ -157,7 +157,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path, monkeypatch, to, chang
 def test_a_gguf_that_changes_while_it_is_read(tmp_path, monkeypatch, tensors):
     pytest.importorskip("gguf")
     write_gguf(tmp_path / "a.gguf", tensors)
-    at_call(monkeypatch, GGUFCheckpoint, "linear", 1, lambda: touched(tmp_path / "a.gguf"))
+    at_call(monkeypatch, GGUFCheckpoint, "value", 1, lambda: touched(tmp_path / "a.gguf"))
     with pytest.raises(ValueError, match=r"a\.gguf changed while it was read"):
         checkpoints.convert(tmp_path / "a.gguf", tmp_path / "dst", to="modelopt", progress=False)
     assert not (tmp_path / "dst").exists()
@@ -169,7 +169,7 @@ def test_a_model_keeps_its_weights_when_the_file_changes(tmp_path, monkeypatch, 
     before = model[0].weight.detach().clone()
     file = tmp_path / "src/model.safetensors"
     write_dense(tmp_path / "src", {"0.weight": torch.randn(32, 64), "1.weight": torch.randn(32, 32)})
-    at_call(monkeypatch, FolderCheckpoint, "dense", 2, lambda: change(file))
+    at_call(monkeypatch, FolderCheckpoint, "value", 2, lambda: change(file))
     with pytest.raises(ValueError, match=r"model\.safetensors (was truncated|changed while it was read)"):
         checkpoints.load(model, tmp_path / "src", progress=False)
     assert torch.equal(model[0].weight, before)

@@ -21,7 +21,7 @@ def interrupted(tmp_path, monkeypatch):
     write_dense(tmp_path / "src", dense_tensors(4), files=3)
     said = r"dst\.partial keeps 1 complete file: run the same again"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match=said):
-        at_call(patch, Quantized, "linear", 12, KeyboardInterrupt())
+        at_call(patch, Quantized, "value", 12, KeyboardInterrupt())
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     assert not (tmp_path / "dst").exists()
     names = sorted(each.name for each in (tmp_path / "dst.partial").iterdir())
@@ -82,7 +82,7 @@ def test_two_writers_of_one_destination(tmp_path, monkeypatch, write):
             write(contested)
         refused.append(raised)
 
-    at_call(monkeypatch, InMemory, "linear", 1, write_too)
+    at_call(monkeypatch, InMemory, "value", 1, write_too)
     other = write(contested)
     assert refused and [each.name for each in contested.iterdir()] == [alone.name]
     assert same_files(alone, other) if alone.is_dir() else alone.read_bytes() == other.read_bytes()
@@ -119,7 +119,7 @@ def test_an_empty_folder_that_cannot_be_replaced(tmp_path, monkeypatch):
         remove(self)
 
     monkeypatch.setattr(Path, "rmdir", rmdir)
-    monkeypatch.setattr(Quantized, "linear", never)
+    monkeypatch.setattr(Quantized, "value", never)
     with pytest.raises(ValueError, match=r"dst cannot be replaced .*busy\): write to a new folder in it, .*dst/model$"):
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["dst", "src"]
@@ -153,9 +153,9 @@ def test_a_destination_that_is_taken_meanwhile_loses_no_work(tmp_path, monkeypat
     write_dense(tmp_path / "src")
     (tmp_path / "dst").mkdir()
     with monkeypatch.context() as patch, pytest.raises(OSError, match=r"dst"):
-        at_call(patch, Quantized, "linear", 1, lambda: (tmp_path / "dst/thesis.txt").write_text("x"))
+        at_call(patch, Quantized, "value", 1, lambda: (tmp_path / "dst/thesis.txt").write_text("x"))
         checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     (tmp_path / "dst/thesis.txt").unlink()
-    monkeypatch.setattr(Quantized, "linear", never)
+    monkeypatch.setattr(Quantized, "value", never)
     checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
     assert checkpoints.detect(tmp_path / "dst") == "modelopt"

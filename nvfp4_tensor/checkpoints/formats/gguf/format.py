@@ -23,7 +23,7 @@ from nvfp4_tensor.checkpoints.architectures import GGUF_ARCHITECTURES
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
 from nvfp4_tensor.checkpoints.formats import fp8
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import SUPER_BLOCK, pack_blocks
-from nvfp4_tensor.checkpoints.formats.gguf.experts import JoinedExperts, SplitExperts
+from nvfp4_tensor.checkpoints.formats.gguf.experts import JoinedExperts, split_experts
 from nvfp4_tensor.checkpoints.formats.gguf.names import (
     FREQUENCIES,
     SCALING,
@@ -43,7 +43,7 @@ from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.parts import nan_blocks
 from nvfp4_tensor.checkpoints.understood import check_no_pre_scales
-from nvfp4_tensor.checkpoints.wrappers import OfWholeModel, View, with_conv1d_transposed
+from nvfp4_tensor.checkpoints.wrappers import View, of_whole_model, with_conv1d_transposed
 from nvfp4_tensor.quantization.names import natural, some
 
 if TYPE_CHECKING:
@@ -155,11 +155,11 @@ class _Writer:
 
     def __init__(self, checkpoint: Checkpoint, path: Path, dense: str | None, tokenizer: Any, lossy: bool) -> None:
         if checkpoint.config.get("model_type") == "gpt_oss":
-            checkpoint = SplitExperts(checkpoint)
+            checkpoint = split_experts(checkpoint)
         if not checkpoint.config:
             raise ValueError(f"GGUF needs a transformers configuration, but {checkpoint.path or 'the model'} has none")
         self.architecture = architecture_of(checkpoint.config)
-        checkpoint = OfWholeModel(checkpoint, self.architecture.modules[0].partition(".")[0] + ".")
+        checkpoint = of_whole_model(checkpoint, self.architecture.modules[0].partition(".")[0] + ".")
         checkpoint = with_conv1d_transposed(checkpoint)
         self.checkpoint, self.path, self.dense, self.lossy = checkpoint, path, dense, lossy
         self.settings = settings_of(checkpoint.config, self.architecture)

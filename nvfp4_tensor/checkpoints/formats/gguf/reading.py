@@ -105,10 +105,14 @@ class GGUFCheckpoint(Checkpoint):
             for name, entry in self.entries.items():
                 self._order(name, math.prod(entry.shape[:1]))  # check the rows of q and k
 
-    def linear(self, name: str) -> LinearParts:
+    def value(self, name: str) -> LinearParts | Tensor:
         gguf_name, expert = self._locations[name]
-        tensor, entry = self._tensors[gguf_name], self.quantized_entry(name)
+        tensor, entry = self._tensors[gguf_name], self.entries[name]
         rows = math.prod(entry.shape[:-1])
+        if not entry.quantized:
+            values = self._plain(gguf_name, expert)
+            order = self._order(name, len(values))
+            return values if order is None else values[order.argsort()]
         data = torch.from_numpy(self._data(tensor, expert)).view(rows, -1)
         order = self._order(name, rows)
         if order is not None:
@@ -147,11 +151,6 @@ class GGUFCheckpoint(Checkpoint):
         if self._tensors[gguf_name].tensor_type.name == "MXFP4":
             return self.linear(name).per_tensor_scale
         return self._factor(gguf_name, expert)
-
-    def dense(self, name: str) -> Tensor:
-        values = self._plain(*self._locations[name])
-        order = self._order(name, len(values))
-        return values if order is None else values[order.argsort()]
 
     def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
         """Read chunks of a dense tensor. The last tensor is kept, because decoding it is slow."""
