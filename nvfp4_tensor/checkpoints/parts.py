@@ -150,6 +150,22 @@ def tensor_of(
     )
 
 
+def with_scale(parts: LinearParts, factor: Tensor) -> LinearParts | None:
+    """Return a weight with another per-tensor scale (0-d), the same codes and the same values; None if none is.
+
+    A weight of zeros has one; so has one whose block scales times the ratio of the two scales are e4m3 numbers.
+    """
+    if torch.equal(parts.per_tensor_scale, factor):
+        return parts
+    scale, own = parts.scale, parts.per_tensor_scale.double()
+    if parts.qdata.bitwise_and(0x77).any():
+        product = scale.double() * own.reshape(*own.shape, *(1,) * (scale.dim() - own.dim()))  # exact: 4 bits times 24
+        scale = (product / factor.double()).float().to(scale.dtype)
+        if not ((scale.double() * factor.double() == product) | product.isnan()).all():
+            return None
+    return parts.replace(scale=scale, per_tensor_scale=factor, divisor=None)
+
+
 def nan_blocks(parts: LinearParts) -> int:
     """Return the number of NaN block scales (bytes 0x7F and above), which vLLM treats as scales that were not
     loaded."""

@@ -178,7 +178,7 @@ FAULTS = [
     F("training/weights/lora.py", "move_to_per_tensor_scale(weights[name], power)", "pass",
       "training/weights/test_merge_lora.py"),
     F("training/weights/refit.py", "if len(group) > 1 and not options:", "if False:", "training/weights/test_refit.py"),
-    F("checkpoints/models/saving.py", "torch.frexp(power).mantissa != 0.5", "True", "checkpoints/models/test_saving.py"),
+    F("checkpoints/parts.py", "        if not ((scale.double() * factor.double() == product)", "        if False and not ((scale.double() * factor.double() == product)", "checkpoints/models/test_saving.py"),
     F("training/weights/error_feedback.py", "if old < new:", "if old > new:", "training/weights/test_optimizer.py"),
     F("training/weights/error_feedback.py", "* (1 - 1 / beta1)", "* (1 - beta1)", "training/weights/test_optimizer.py"),
     F("training/linear/plan.py", "return autocast if autocast is not None and x.is_floating_point() else x.dtype", "return x.dtype", "training/linear/test_linear.py training/linear/test_calls.py"),

@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
 from nvfp4_tensor.checkpoints.formats.table import Layout, Number, Scheme, TableFormat
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
-from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, parts_of, tensor_of
+from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, parts_of, tensor_of, with_scale
 from nvfp4_tensor.checkpoints.wrappers import View
-from nvfp4_tensor.numerics.layout import BLOCK, E4M3_NAN
+from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.nvfp4 import quantize
 
@@ -37,6 +36,7 @@ AMAX_OF_ONE = LARGEST
 
 _FIX = "Other modes are not supported: quantize the dense model by checkpoints.quantize with to='mlx'"
 
+_ONE = torch.ones((), dtype=torch.float32)
 _GROUPS = {"nvfp4": BLOCK, "mxfp4": MX_BLOCK}
 _KEYS = {"qdata": "{name}", "scale": "{stem}scales"}
 
@@ -197,23 +197,12 @@ def folds_exactly(checkpoint: Checkpoint, name: str) -> bool:
     significand = torch.frexp(factor.double()).mantissa * 16
     if not torch.equal(significand, significand.round()):  # e4m3 has four bits
         return False
-    return folded(checkpoint.linear(name)) is not None
+    return with_scale(checkpoint.linear(name), _ONE) is not None
 
 
 def with_scale_of_one(parts: LinearParts) -> LinearParts:
     """Fold the per-tensor scale into the block scales, or quantize the weight again if this is not exact."""
-    scale = folded(parts)
-    if scale is not None:
-        return parts.replace(scale=scale, per_tensor_scale=torch.ones((), dtype=torch.float32), divisor=None)
+    if (moved := with_scale(parts, _ONE)) is not None:
+        return moved
     again = parts_of(quantize(tensor_of(parts, torch.float32).dequantize(), amax=AMAX_OF_ONE))
     return parts.replace(qdata=again.qdata, scale=again.scale, per_tensor_scale=again.per_tensor_scale, divisor=None)
-
-
-def folded(parts: LinearParts) -> Tensor | None:
-    """Return the block scales times the per-tensor scale, e4m3, or None if a product is not an e4m3 number."""
-    factor = parts.per_tensor_scale.double()
-    factor = factor.reshape(*factor.shape, *(1,) * (parts.scale.dim() - factor.dim()))
-    product = parts.scale.double() * factor  # exact: 4 bits times 24
-    result = product.float().to(torch.float8_e4m3fn)
-    nan = parts.scale.view(torch.uint8) >= E4M3_NAN
-    return result if ((result.double() == product) | nan).all() else None

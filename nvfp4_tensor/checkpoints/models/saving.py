@@ -15,7 +15,7 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
 from nvfp4_tensor.checkpoints.convert import different_scales
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
 from nvfp4_tensor.checkpoints.models.origins import Origin, split, split_fp8
-from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, parts_of, tensor_of
+from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, parts_of, tensor_of, with_scale
 from nvfp4_tensor.checkpoints.understood import pre_scale_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.dispatch.fp8 import FP8Tensor
@@ -172,7 +172,7 @@ class ModelCheckpoint(Checkpoint):
             scales = [parts.per_tensor_scale for parts in linears if parts.qdata.bitwise_and(0x77).any()]
             largest = torch.stack(scales or [linears[0].per_tensor_scale]).amax()
             self._shared.update(dict.fromkeys(group, largest))
-            if any(_moved(parts, largest) is None for parts in linears):
+            if any(with_scale(parts, largest) is None for parts in linears):
                 rounded.append(group)
         names = some([" and ".join(group) for group in rounded])
         if rounded and mismatched_scales == "refuse":
@@ -191,7 +191,7 @@ class ModelCheckpoint(Checkpoint):
     def _requantized(self, name: str, parts: LinearParts) -> LinearParts:
         """Give a weight the shared scale: with its own codes, or else quantized again."""
         shared = self._shared[name]
-        if (moved := _moved(parts, shared)) is not None:
+        if (moved := with_scale(parts, shared)) is not None:
             return moved
         weight = self._tensors[self._parameter[name]]
         assert isinstance(weight, NVFP4Tensor)
@@ -199,22 +199,6 @@ class ModelCheckpoint(Checkpoint):
         stored = tensor_of(parts, torch.float32)
         again = parts_of(requantize(stored, stored.dequantize(), spec, amax=shared * spec.largest_value))
         return parts.replace(qdata=again.qdata, scale=again.scale, per_tensor_scale=shared, divisor=None)
-
-
-def _moved(parts: LinearParts, shared: Tensor) -> LinearParts | None:
-    """Return a weight with another per-tensor scale, the same codes and the same values; None if none is.
-
-    A weight of zeros has one; so have those whose scales were the shared one times powers of two, as after training in
-    NVFP4, and whose block scales can be divided by these.
-    """
-    if torch.equal(parts.per_tensor_scale, shared):
-        return parts
-    power, scale = shared / parts.per_tensor_scale, parts.scale
-    if parts.qdata.bitwise_and(0x77).any():
-        scale = (parts.scale.float() / power).to(parts.scale.dtype)
-        if torch.frexp(power).mantissa != 0.5 or not torch.equal(scale.float() * power, parts.scale.float()):
-            return None
-    return parts.replace(scale=scale, per_tensor_scale=shared, divisor=None)
 
 
 def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

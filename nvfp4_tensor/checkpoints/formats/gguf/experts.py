@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
-from nvfp4_tensor.checkpoints.formats.mlx import folded
-from nvfp4_tensor.checkpoints.parts import LinearParts
+from nvfp4_tensor.checkpoints.parts import LinearParts, with_scale
 from nvfp4_tensor.checkpoints.wrappers import ExpertsApart, Renamed, Stack
 from nvfp4_tensor.quantization.model_families import JOINED_AS
 
@@ -83,10 +82,9 @@ def _with_one_scale(name: str, group: list[LinearParts]) -> list[LinearParts]:
     """Return gate and up of an expert with one of their per-tensor scales, which changes no value."""
     factors = torch.stack([parts.per_tensor_scale for parts in group])
     for factor in (factors.amax(), factors.amin()):
-        scales = [folded(parts.replace(per_tensor_scale=parts.per_tensor_scale / factor)) for parts in group]
-        if all(scale is not None for scale in scales):
-            found = zip(group, scales, strict=True)
-            return [parts.replace(scale=scale, per_tensor_scale=factor) for parts, scale in found]
+        moved = [each for parts in group if (each := with_scale(parts, factor)) is not None]
+        if len(moved) == len(group):
+            return moved
     raise ValueError(f"{name}: gate and up of an expert have per-tensor scales that cannot become one exactly")
 
 
