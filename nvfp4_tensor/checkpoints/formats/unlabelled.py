@@ -43,8 +43,9 @@ def formats_of(info: Mapping[str, TensorInfo]) -> list[str]:
     return [name for name, fits in (("modelopt", linear), ("comfy", swizzled)) if pairs and fits]
 
 
-def unlabelled(path: Path, info: Mapping[str, TensorInfo] | None = None) -> list[str]:
-    """Return what :func:`formats_of` says of a folder or file; [] if a configuration says what it is, or is invalid."""
+def unlabelled(path: Path, shards: Shards | None = None) -> list[str]:
+    """Return what :func:`formats_of` says of a folder or file; [] if a configuration or ComfyUI's markers say what it
+    is, or it is invalid."""
     folder = path if path.is_dir() else path.parent
     try:
         config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
@@ -52,6 +53,8 @@ def unlabelled(path: Path, info: Mapping[str, TensorInfo] | None = None) -> list
         is_described = any(each.get("quantization_config") or each.get("quantization") for each in (config, *inner))
         if is_described or (folder / HF_QUANT_CONFIG).exists():
             return []
-        return formats_of(Shards(path).info if info is None else info)
+        shards = Shards(path) if shards is None else shards
+        is_marked = "_quantization_metadata" in shards.metadata or any(n.endswith(".comfy_quant") for n in shards.info)
+        return [] if is_marked else formats_of(shards.info)
     except (ValueError, OSError):
         return []

@@ -51,7 +51,7 @@ class FolderCheckpoint(Checkpoint):
         self._format = format
         self._factors = read_factors(path)
         try:
-            self.is_described = format.name not in unlabelled(path, self.shards.info)
+            self.is_described = format.name not in unlabelled(path, self.shards)
             is_read = self.is_described or format.is_file
             self.quantization = format.quantization(folder, self.config) if is_read else {}
             if not self.is_described:

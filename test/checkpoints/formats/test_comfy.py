@@ -79,7 +79,9 @@ def test_what_comfy_kitchen_writes_is_read(tmp_path):
     assert torch.allclose(got, layout.dequantize(codes, params), rtol=1e-6, atol=0)
 
 
+@pytest.mark.filterwarnings("error:.*no configuration describes")
 def test_markers(tmp_path):
+    """They say what is in the file."""
     write(tmp_path / "a.safetensors", a_model())
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         markers = {
