@@ -1,80 +1,136 @@
-"""Damaged folders: reading raises a ValueError that names the file, or returns a tensor, and never anything else."""
+"""Damaged checkpoints: reading raises a ValueError that names the file, or returns what the file says."""
 
 import importlib.util
 import random
 import shutil
 import warnings
 
+import numpy as np
 import pytest
 import torch
-from helpers.checkpoint_folders import edit_json, write_dense
+from helpers.checkpoint_folders import GOLDEN, dense_tensors, edit, edit_json, write_dense
+from helpers.coded_folders import in_fp8, write_coded
 from helpers.damage import damage, damage_a_tensor
 from helpers.layouts import LAYOUTS, SMALL
+from safetensors.torch import load_file
+from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+from torchao.quantization import Int8Tensor, PerRow
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import tensor_of
 
 pytestmark = pytest.mark.slow
+WRITTEN = load_file(GOLDEN / "other_quantizations.safetensors")
 
 
-@pytest.fixture(scope="session")
-def mxfp4(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources") / "mxfp4"
+def write_mxfp4(folder):
     blocks, scales = torch.randint(256, (2, 8, 2, 16)), torch.randint(115, 125, (2, 8, 2))
     write_dense(folder, {"e.down_proj_blocks": blocks.byte(), "e.down_proj_scales": scales.byte()})
     edit_json(folder / "config.json", lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
-    return folder
 
 
-def read_all(folder, format):
-    with checkpoints.read(folder, format) as read:
+def of_golden(layout):
+    return {k.removeprefix(f"{layout}."): t for k, t in WRITTEN.items() if k.startswith(f"{layout}.m.")}
+
+
+def of_compressed_tensors():
+    pytest.importorskip("compressed_tensors")
+    codes = {"m.weight_packed": torch.randint(-(2**31), 2**31 - 1, (32, 8)).int(), "m.weight_scale": torch.rand(32, 2)}
+    zeros = {"m.weight_zero_point": torch.randint(0, 2**31 - 1, (4, 2)).int(), "m.weight_shape": torch.tensor([32, 64])}
+    arguments = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
+    groups = {"a": {"targets": ["Linear"], "weights": arguments}}
+    return {**codes, **zeros}, {"quant_method": "compressed-tensors", "config_groups": groups}, None
+
+
+def of_torchao():
+    tensors, metadata = flatten_tensor_state_dict({"m.weight": Int8Tensor.from_hp(torch.randn(32, 64), PerRow())})
+    return tensors, {"quant_method": "torchao"}, metadata
+
+
+SOURCES = {
+    "fp8": lambda: (in_fp8(dense_tensors(1))[0], {"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+    "gptq": lambda: (of_golden("gptq_v2"), {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, None),
+    "awq": lambda: (of_golden("awq"), {"quant_method": "awq", "version": "gemm"}, None),
+    "bitsandbytes": lambda: (of_golden("nf4_nested"), {"quant_method": "bitsandbytes"}, None),
+    "compressed-tensors int4": of_compressed_tensors,
+    "torchao int8": of_torchao,
+}
+
+
+"""Folders of other quantizations, which only quantize reads: tensors, configuration, metadata."""
+FORMATS = ("modelopt", "compressed-tensors", "torchao", "comfy", "mlx", "mxfp4")
+
+
+def damage_a_file(folder, rng):
+    damage(rng.choice(sorted(file for file in folder.iterdir() if file.name != "tokenizer.json")), rng)
+
+
+def damage_a_number(folder, rng):
+    """Of a scale, or of the settings of nf4; or the last byte is missing."""
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    at = rng.randrange(8 + int.from_bytes(data[:8], "little"), len(data) - 3)
+    data[at : at + 4] = rng.choice((b"\xff\xff\xff\xff", b"\x00\x00\x80\x7f", rng.randbytes(4)))
+    file.write_bytes(data[: rng.choice((None, None, len(data) - 1))])
+
+
+def read_all(path, format):
+    checkpoints.detect(path)
+    with checkpoints.read(path, format) as read:
         for name, entry in read.entries.items():
             tensor = tensor_of(read.linear(name)) if entry.quantized else read.dense(name)
             assert isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == entry.shape
 
 
-def is_refused(path, format):
+def is_refused(folder, call, *arguments, **options):
+    """Whether a call raises a ValueError, which has the name of the folder; nothing is left of an output."""
     try:
-        checkpoints.detect(path)
-        read_all(path, format)
+        with warnings.catch_warnings(action="ignore"):
+            call(*arguments, **options)
     except ValueError as error:
-        assert str(path if path.is_dir() else path.parent) in str(error), error
-        return True
-    return False
+        assert str(folder) in str(error), error
+        assert not list(folder.parent.glob("out*"))
+        return str(error)
+    shutil.rmtree(folder.parent / "out", ignore_errors=True)
+    return ""
 
 
-@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao", "comfy", "mlx", "mxfp4"])
-def test_random_damage(sources, mxfp4, tmp_path, format):
-    rng, refused = random.Random(format), 0
-    source = mxfp4 if format == "mxfp4" else sources / format
-    read_all(source / "model.safetensors" if format == "comfy" else source, format)
-    for _ in range(60):
+@pytest.mark.parametrize("name", [*FORMATS, *SOURCES])
+def test_random_damage(sources, tmp_path, name):
+    rng, refused, source = random.Random(name), 0, sources / name
+    count, ways = (60, [damage_a_file]) if name in FORMATS else (25, [damage_a_file, damage_a_tensor, damage_a_number])
+    if name == "mxfp4":
+        write_mxfp4(source := tmp_path / "source")
+    elif name in SOURCES:
+        source = write_coded(tmp_path / "source", *SOURCES[name]())
+
+    def is_refused_now(folder):
+        if name in FORMATS:
+            return is_refused(folder, read_all, folder / "model.safetensors" if name == "comfy" else folder, name)
+        return is_refused(folder, checkpoints.quantize, folder, tmp_path / "out", progress=False)
+
+    assert not is_refused_now(source)
+    for _ in range(count):
         folder = shutil.copytree(source, tmp_path / "x")
-        damage(rng.choice(sorted(file for file in folder.iterdir() if file.name != "tokenizer.json")), rng)
-        refused += is_refused(folder / "model.safetensors" if format == "comfy" else folder, format)
+        rng.choice(ways)(folder, rng)
+        refused += bool(is_refused_now(folder))
         shutil.rmtree(folder)
-    assert 8 < refused < 60
+    assert count / 8 < refused < count
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("compressed_tensors"), reason="it writes the folders")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_random_damage_of_a_tensor(tmp_path, name):
-    """The error names the file and the tensor, or the weight that it is part of, and nothing is written."""
+    """The error names the tensor too, or the weight that it is part of."""
     rng, refused = random.Random(name), 0
     torch.manual_seed(0)
     LAYOUTS[name].write(tmp_path / "whole", SMALL)
     for _ in range(8):
         folder = shutil.copytree(tmp_path / "whole", tmp_path / "x")
         key = damage_a_tensor(folder, rng, "proj")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                checkpoints.convert(folder, tmp_path / "out", to="modelopt", progress=False)
-                shutil.rmtree(tmp_path / "out")
-            except ValueError as error:
-                refused += 1
-                assert str(folder) in str(error) and key.rpartition(".")[0] in str(error), (key, error)
-        assert sorted(each.name for each in tmp_path.iterdir()) == ["whole", "x"]
+        error = is_refused(folder, checkpoints.convert, folder, tmp_path / "out", to="modelopt", progress=False)
+        refused += bool(error)
+        assert not error or key.rpartition(".")[0] in error, (key, error)
         shutil.rmtree(folder)
     assert refused > 2
 
@@ -88,5 +144,163 @@ def test_random_damage_of_a_gguf(tmp_path, gguf_source):
         for _ in range(rng.choice((1, 1, 3))):
             data[rng.randrange(start + 200)] = rng.randrange(256)
         path.write_bytes(data[: rng.randrange(start) if rng.random() < 0.1 else None])
-        refused += is_refused(path, "gguf")
+        refused += bool(is_refused(tmp_path, read_all, path, "gguf"))
     assert 8 < refused < 80
+
+
+# --- scales ----------------------------------------------------------------------------------------------------------
+
+FACTOR, INPUT, BLOCKS = "per-tensor scale", "input scale", "block scales"
+WEIGHT = "model.layers.0.self_attn.q_proj.weight"
+STEM = WEIGHT.removesuffix(".weight")
+KEYS = {
+    "modelopt": (f"{STEM}.weight_scale_2", f"{STEM}.input_scale", f"{STEM}.weight_scale"),
+    "compressed-tensors": (f"{STEM}.weight_global_scale", f"{STEM}.input_global_scale", f"{STEM}.weight_scale"),
+    "torchao": tuple(f"{STEM}._weight_{part}" for part in ("per_tensor_scale", "act_per_tensor_scale", "scale")),
+    "comfy": (f"{STEM}.weight_scale_2", f"{STEM}.input_scale", f"{STEM}.weight_scale"),
+    "mlx": (f"{STEM}.global_scale", None, f"{STEM}.scales"),
+    "gguf": ("blk.0.attn_q.scale", "blk.0.attn_q.input_scale", "blk.0.attn_q.weight"),
+}
+VALUES = [-1.0, 0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3e38, 2.5, -1e-40]
+
+
+def offsets_in_gguf(path):
+    """By tensor's name: its first byte, its bytes."""
+    import gguf
+
+    return {t.name: (t.data_offset, t.n_bytes) for t in gguf.GGUFReader(path).tensors}
+
+
+def parts_of_file(path):
+    with checkpoints.read(path) as read:
+        return read.linear(WEIGHT)
+
+
+def damage_a_scale(format, path, kind, rng):
+    """One scale gets another value; return it."""
+    key = KEYS[format][[FACTOR, INPUT, BLOCKS].index(kind)]
+    value, byte = rng.choice(VALUES), rng.randrange(256)
+    if format == "gguf":
+        start, size = offsets_in_gguf(path)[key]
+        data = bytearray(path.read_bytes())
+        at = start + rng.randrange(size // 36) * 36 + rng.randrange(4) if kind == BLOCKS else start
+        data[at : at + (1 if kind == BLOCKS else 4)] = bytes([byte]) if kind == BLOCKS else np.float32(value).tobytes()
+        path.write_bytes(data)
+        return byte if kind == BLOCKS else value
+
+    def change(tensors):
+        if kind == BLOCKS:
+            flat = tensors[key].view(torch.uint8).view(-1)
+            flat[rng.choice(flat.nonzero().flatten().tolist())] = byte  # the padding stays zero
+        else:
+            tensors[key].fill_(value)
+
+    edit(path.parent if path.is_file() else path, change)
+    return byte if kind == BLOCKS else value
+
+
+def is_right(format, path, kind, value, before):
+    """Whether a file is read; then as it says, and if not, by an error with its name and the tensor's."""
+    try:
+        parts = parts_of_file(path)
+    except ValueError as error:
+        assert path.name in str(error) and ("q_proj" in str(error) or "attn_q" in str(error)), error
+        return False
+    static, scale, old = parts.input_scale, parts.scale.view(torch.uint8), before.scale.view(torch.uint8)
+    assert 0 <= parts.per_tensor_scale < float("inf") and torch.equal(parts.qdata, before.qdata)
+    assert static is None or (0 < static < float("inf") and 0 < parts.activation_amax() < float("inf"))
+    with np.errstate(all="ignore"):
+        factors = {"compressed-tensors": np.float32(1) / np.float32(value), "mlx": np.float32(value) / np.float32(2688)}
+    expected = factors.get(format, np.float32(value))
+    assert static == (expected if kind == INPUT else before.input_scale)
+    assert parts.per_tensor_scale == (expected if kind == FACTOR else before.per_tensor_scale)
+    changed = scale[scale != old].tolist()
+    assert set(changed) <= {value} and len(changed) <= (kind == BLOCKS)
+    return True
+
+
+@pytest.mark.parametrize("format", KEYS)
+def test_random_scales(sources, tmp_path, format, request):
+    rng, right = random.Random(format), []
+    kinds = [kind for kind, key in zip((FACTOR, INPUT, BLOCKS), KEYS[format], strict=True) if key]
+    for i in range(30):
+        if format == "gguf":
+            path = shutil.copyfile(request.getfixturevalue("gguf_source"), tmp_path / f"{i}.gguf")
+        else:
+            path = shutil.copytree(sources / format, tmp_path / str(i))
+        path = path / "model.safetensors" if format == "comfy" else path
+        kind, before = kinds[i % len(kinds)], parts_of_file(path)
+        right.append(is_right(format, path, kind, damage_a_scale(format, path, kind, rng), before))
+    assert 2 < sum(right) < 28
+
+
+@pytest.mark.parametrize("format", ["modelopt", "torchao", "comfy", "mlx"])
+def test_a_weight_of_zeros_may_have_a_factor_of_zero(sources, tmp_path, format):
+    """As ModelOpt and torchao write it; with other codes it is refused, and nothing is written."""
+    folder, codes = shutil.copytree(sources / format, tmp_path / "x"), WEIGHT
+    path = folder / "model.safetensors" if format == "comfy" else folder
+    edit(folder, lambda tensors: tensors[KEYS[format][0]].fill_(0))
+    with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {WEIGHT}: expected a {FACTOR} above zero"):
+        checkpoints.convert(path, tmp_path / "out", to="modelopt", progress=False)
+    assert not (tmp_path / "out").exists()
+    codes = f"{STEM}._weight_qdata" if format == "torchao" else WEIGHT
+    edit(folder, lambda tensors: tensors[codes].view(torch.uint8).fill_(0x88))
+    with checkpoints.read(path) as read:
+        assert not tensor_of(read.linear(WEIGHT)).dequantize().any()
+
+
+def test_comfy_names_weights_without_input_scale(sources, tmp_path):
+    """There each layer may have one or not: a warning."""
+    folder = shutil.copytree(sources / "comfy", tmp_path / "x")
+    edit(folder, lambda tensors: tensors.pop(f"{STEM}.input_scale"))
+    with pytest.warns(UserWarning, match=rf"model\.safetensors: {WEIGHT} have no input scale, but other weights do"):
+        checkpoints.read(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("dynamic", [True, "local"])
+def test_compressed_tensors_that_are_dynamic(sources, tmp_path, dynamic):
+    """Without one input scale the configuration says whether any was wanted."""
+    folder = shutil.copytree(sources / "compressed-tensors", tmp_path / "x")
+    edit(folder, lambda t: [t.pop(name) for name in list(t) if name.endswith("input_global_scale")])
+
+    def change(config):
+        for group in config["quantization_config"]["config_groups"].values():
+            group["input_activations"]["dynamic"] = dynamic
+
+    edit_json(folder / "config.json", change)
+    if dynamic is True:
+        with checkpoints.read(folder) as read:
+            entry = read.entries[WEIGHT]
+            assert entry.quantizes_activations and not entry.has_input_scale
+    else:
+        with pytest.raises(ValueError, match=r"input_global_scale.*is missing"):
+            checkpoints.read(folder)
+
+
+# --- where the bytes of a GGUF lie -----------------------------------------------------------------------------------
+
+
+def with_offset(path, name, offset):
+    """The same file, with another offset of that tensor in its header."""
+    import gguf
+
+    field = next(t.field for t in gguf.GGUFReader(path).tensors if t.name == name)
+    at = field.offset + sum(part.nbytes for part in field.parts[:-1])
+    data = bytearray(path.read_bytes())
+    data[at : at + 8] = int(offset(int.from_bytes(data[at : at + 8], "little"))).to_bytes(8, "little")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("offset", "message"),
+    [
+        (lambda o: o - 32, r"its bytes overlap with those of blk\.0\."),
+        (lambda o: o + 4, "offset in multiples of 32"),
+        (lambda o: o + 2**40, "but the file is shorter"),
+    ],
+)
+def test_offsets_of_a_gguf(gguf_source, tmp_path, offset, message):
+    path = shutil.copyfile(gguf_source, tmp_path / "a.gguf")
+    with_offset(path, "blk.0.ffn_up.weight", offset)
+    with pytest.raises(ValueError, match=rf"a\.gguf: .*{message}|a\.gguf.*not a complete"):
+        checkpoints.read(path)
