@@ -24,50 +24,36 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import GPTQConfig, NVFP4Config, NVFP4WeightOnlyConfig, ObservedLinear, gptq
 from nvfp4_tensor.quantization.accuracy.sensitivity import Budget, sensitivity
 from nvfp4_tensor.quantization.calibration import quantize_by_inputs
-from nvfp4_tensor.quantization.conv1d import is_linear
 from nvfp4_tensor.quantization.conversion import Conversion
-from nvfp4_tensor.quantization.experts import expert_weights
+from nvfp4_tensor.quantization.model_plan import Kind
 from nvfp4_tensor.quantization.names import joined_with, some
 from nvfp4_tensor.quantization.observed_experts import finish, observed_weights, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import InputStatistics
+from nvfp4_tensor.quantization.whole_model import PlannedFilter, matrices_of, plan_model
 from nvfp4_tensor.training import DistillConfig, distill
 
 
-class Chosen:
+class Chosen(PlannedFilter):
     """A filter for the linears and experts of a model that :func:`checkpoints.quantize` quantizes with these patterns.
 
     Attributes:
         files: the names in files of each chosen weight, by its name in the model.
-        linears, experts: the modules of linears by their weight, and the names of experts' weights.
     """
 
     def __init__(self, model: nn.Module, exclude: Sequence[str], include: Sequence[str], to: str) -> None:
-        checkpoint, holds_experts = ModelCheckpoint(model), format_named(to).holds_experts
+        checkpoint, matrices = ModelCheckpoint(model), matrices_of(model)
         names = checkpoint.names_by_parameter()
-        quantized = set(plan_folder(checkpoint, exclude, include, holds_experts).quantized)
-        self.files: dict[str, list[str]] = {}
-        self.linears: dict[str, nn.Module] = {}
-        left = []
-        for path, module in model.named_modules():
-            for attribute in ("weight",) if is_linear(module) else expert_weights(module):
-                parameter = f"{path}.{attribute}".lstrip(".")
-                weight, files = getattr(module, attribute), names.get(parameter, [])
-                wanted = [name for name in files if name in quantized]
-                if wanted and len(wanted) == len(files):
-                    self.files[parameter] = files
-                    if is_linear(module):
-                        self.linears[parameter] = module
-                elif wanted and weight.dim() == 3:
-                    left.append(parameter)
-        self.experts = self.files.keys() - self.linears.keys()
-        if left:
+        quantized = set(plan_folder(checkpoint, exclude, include, format_named(to).holds_experts).quantized)
+        known = {each.name for each in matrices if each.kind is not Kind.OTHER}
+        some_of = {name: files for name, files in names.items() if name in known and not quantized.isdisjoint(files)}
+        self.files = {name: files for name, files in some_of.items() if quantized.issuperset(files)}
+        if left := [name for name in some_of if name not in self.files]:
             warnings.warn(
                 f"experts stay dense, because NVFP4 in the format {to} does not have all of a layer: {some(left)}",
                 stacklevel=2,
             )
-
-    def __call__(self, module: nn.Module, name: str) -> bool:
-        return any(f"{name}.{attribute}".lstrip(".") in self.files for attribute in module._parameters)
+        first = {other: each.name for each in matrices for other in (each.name, *each.tied)}
+        super().__init__(model, plan_model(model, matrices=matrices, selected=lambda name: first[name] in self.files))
 
     def patterns(self, weights: Iterable[str]) -> list[str]:
         """Return patterns that match weights of the model in files; one for all experts of a layer."""
@@ -84,13 +70,13 @@ def find_input_amax(
     Raises:
         ValueError: a weight had no input above zero.
     """
-    linears = list(chosen.linears.values())
-    Conversion(model, linears, NVFP4Config(step="prepare", experts=True), experts=chosen.experts).run(model)
+    Conversion(model, chosen.linears, NVFP4Config(step="prepare", experts=True), experts=chosen.experts).run(model)
     for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
         model(batch, use_cache=False)
     of_experts = observed_weights(model)
     observed: dict[str, InputStatistics] = {name: of_experts[name] for name in chosen.experts}
-    observed |= {name: each for name, each in chosen.linears.items() if isinstance(each, ObservedLinear)}
+    modules = ((name, model.get_submodule(name.rpartition(".")[0])) for name in chosen.files)
+    observed |= {name: each for name, each in modules if isinstance(each, ObservedLinear)}
     finish(model)
     if progress and (routed := routed_tokens(model)):
         tqdm.write(summary_of(routed), file=sys.stderr)
@@ -134,8 +120,7 @@ def fit_by_scale_search(
     """Quantize linears and experts in place by a scale search that weights the error of each column by its inputs."""
     spec = config.weight.replace(scale_search=ScaleSearch.MSE)
     config = NVFP4WeightOnlyConfig(weight_spec=spec, seed=config.seed, weighted=True, experts=True)
-    linears = list(chosen.linears.values())
-    quantize_by_inputs(model, _inputs(batches), config, linears, chosen.experts, progress=progress)
+    quantize_by_inputs(model, _inputs(batches), config, chosen.linears, chosen.experts, progress=progress)
 
 
 def fit_by_distillation(
