@@ -147,7 +147,7 @@ FAULTS = [
       "if alike and not height:", "integrations/transformers/test_fp8_layers.py"),
     F("checkpoints/models/loading.py", "(value.to(dtype) if isinstance(value, FP8Tensor)", "(value.values(dtype) if isinstance(value, FP8Tensor)",
       "integrations/transformers/test_fp8_layers.py"),
-    F("checkpoints/formats/fp8.py", "(*leading, rows, 1, columns, 1) if", "(*leading, rows, columns) if",
+    F("checkpoints/formats/modelopt.py", "(*leading, rows, 1, columns, 1) if", "(*leading, rows, columns) if",
       "integrations/transformers/test_fp8_layers.py"),
     F("generation/architectures.py", "self.input_scale is None", "True",
       "integrations/transformers/test_layouts.py"),

@@ -22,7 +22,6 @@ import torch
 
 from nvfp4_tensor.checkpoints.checkpoint import FP8_CACHE, Checkpoint, Entry, is_fp8_cache
 from nvfp4_tensor.checkpoints.formats import fp8
-from nvfp4_tensor.checkpoints.formats.fp8 import FP8Layout
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
 from nvfp4_tensor.checkpoints.formats.table import Layout, Number, Scheme, TableFormat
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
@@ -54,7 +53,6 @@ class CompressedTensors(TableFormat):
     )
     config_keys: ClassVar[tuple[str, ...]] = ("quantization_config", "compression_config")  # the second one is older
     is_static = True
-    fp8 = FP8Layout(number_shape=(1,), scale_shape=lambda spec, shape: shape, named=lambda spec, static: spec)
     cache_scales = ("k_scale", "v_scale")
     reserved = (
         ".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale", ".input_scale",
@@ -71,6 +69,9 @@ class CompressedTensors(TableFormat):
             **{name: _scheme(checkpoint, f"{name}_packed") for name in packed_weights(checkpoint)},
             **{name: _scheme_of_fp8(checkpoint, name) for name in in_fp8},
         }
+
+    def fp8_name(self, entry: Entry) -> object:
+        return entry.fp8
 
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any]:
         return quantization_config(checkpoint)

@@ -29,47 +29,25 @@ if TYPE_CHECKING:
 Shape: TypeAlias = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FP8Layout:
-    """How a format stores FP8 weights.
+def encode(name: str, w: FP8Tensor, number: Shape, scales: Shape) -> dict[str, Tensor]:
+    """Return the tensors of the weight ``name``, with one scale in the first shape, and several in the second one."""
+    keys = keys_of(name)
+    is_one = w.scale.numel() == 1 and w.spec.block == (0, 0)
+    tensors = {keys["qdata"]: w.qdata, keys["scale"]: w.scale.reshape(number if is_one else scales)}
+    return tensors if w.input_scale is None else {**tensors, keys["input_scale"]: w.input_scale.reshape(number)}
 
-    Attributes:
-        number_shape: the shape of one scale.
-        scale_shape: the shape of the scales of channels or blocks, from the spec and the shape that an FP8Tensor has.
-        named: what the configuration calls a weight with this spec and, or without, a static input scale; None if the
-            format has no name for it.
-        by_channel: whether one scale per tensor is stored for each channel, because the name says so.
+
+def check(entries: Mapping[str, Entry], format: str, named: Callable[[Entry], object] | None = None) -> None:
+    """Raise a ValueError with the names of FP8 weights that a format cannot store.
+
+    named: whether it has a name for such a weight; None for a format without FP8.
     """
-
-    number_shape: Shape
-    scale_shape: Callable[[FP8Spec, Shape], Shape]
-    named: Callable[[FP8Spec, bool], object | None]
-    by_channel: Callable[[FP8Spec], bool] = lambda spec: False
-
-    def encode(self, name: str, w: FP8Tensor) -> dict[str, Tensor]:
-        """Return the tensors of the weight ``name``."""
-        keys = keys_of(name)
-        if self.by_channel(w.spec):
-            spec = dataclasses.replace(w.spec, block=(1, 0))
-            w = w.replace(spec=spec, scale=w.scale.expand(spec.scale_shape(w.shape)).contiguous())
-        one = w.scale.numel() == 1 and w.spec.block == (0, 0)
-        shape = self.number_shape if one else self.scale_shape(w.spec, tuple(w.scale.shape))
-        tensors = {keys["qdata"]: w.qdata, keys["scale"]: w.scale.reshape(shape)}
-        if w.input_scale is not None:
-            tensors[keys["input_scale"]] = w.input_scale.reshape(self.number_shape)
-        return tensors
-
-
-def check(entries: Mapping[str, Entry], format: str, layout: FP8Layout | None = None) -> None:
-    """Raise a ValueError with the names of FP8 weights that a format, whose layout may have none, cannot store."""
-    found = {name: entry.fp8 for name, entry in entries.items() if entry.fp8 is not None}
-    if found and layout is None:
+    found = {name: entry for name, entry in entries.items() if entry.fp8 is not None}
+    if found and named is None:
         raise ValueError(
             f"{format} has no weights in FP8, and {some(list(found))} are FP8: choose modelopt or compressed-tensors"
         )
-    static = {name: entries[name].has_input_scale for name in found}
-    unnamed = [f"{name} {spec}" for name, spec in found.items() if layout and not layout.named(spec, static[name])]
-    if unnamed:
+    if unnamed := [f"{name} {entry.fp8}" for name, entry in found.items() if named and not named(entry)]:
         raise ValueError(
             f"{format} has no name for FP8 weights as {some(unnamed)}: weight_only=True keeps their activations dense, "
             "and compressed-tensors has a name for all"
@@ -142,7 +120,7 @@ ALGORITHMS = {
 
 def algorithm_of(spec: FP8Spec, static: bool) -> str | None:
     """Return the name of ModelOpt's algorithm, or None."""
-    if _is_by_channel(spec):
+    if is_by_channel(spec):
         spec = ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"]
     if spec.block == (0, 0) and (spec.activations == _TENSOR) == static:
         spec = dataclasses.replace(spec, activations=spec.activations or _TENSOR)
@@ -151,13 +129,6 @@ def algorithm_of(spec: FP8Spec, static: bool) -> str | None:
     return next((name for name, each in ALGORITHMS.items() if each == spec), None)
 
 
-def _is_by_channel(spec: FP8Spec) -> bool:
+def is_by_channel(spec: FP8Spec) -> bool:
+    """Return whether ModelOpt stores one scale per tensor for each channel, because its algorithm has such a name."""
     return spec == FP8Spec((0, 0), _TOKEN)
-
-
-def _modelopt_scale_shape(spec: FP8Spec, shape: Shape) -> Shape:
-    *leading, rows, columns = shape
-    return (*leading, rows, 1, columns, 1) if spec.block[1] else (*leading, rows)
-
-
-MODELOPT = FP8Layout(number_shape=(), scale_shape=_modelopt_scale_shape, named=algorithm_of, by_channel=_is_by_channel)

@@ -16,6 +16,7 @@ in config.json, or in both.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -38,7 +39,7 @@ from nvfp4_tensor.checkpoints.understood import has_pre_scale
 from nvfp4_tensor.numerics.choices import FP8Activations
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.names import some
-from nvfp4_tensor.tensor.fp8 import FP8Spec
+from nvfp4_tensor.tensor.fp8 import FP8Spec, FP8Tensor
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 LAYOUT_VERSION = "0.47.0"
@@ -75,7 +76,6 @@ class ModelOpt(TableFormat):
     config_files = f"{HF_QUANT_CONFIG} or config.json"
     is_static = True
     holds_experts = True
-    fp8 = fp8.MODELOPT
     has_pre_scales = True
     cache_scales = ("k_proj.k_scale", "v_proj.v_scale")
     reserved = (".weight_scale", ".weight_scale_2")
@@ -134,6 +134,16 @@ class ModelOpt(TableFormat):
         if self._transposes and parts.qdata.dim() == 3:
             tensors |= {key: tensors[key].mT.contiguous() for key in list(tensors)[:2]}
         return tensors
+
+    def fp8_name(self, entry: Entry) -> str | None:
+        return None if entry.fp8 is None else fp8.algorithm_of(entry.fp8, entry.has_input_scale)
+
+    def encode_fp8(self, name: str, w: FP8Tensor) -> dict[str, Tensor]:
+        if fp8.is_by_channel(w.spec):
+            spec = dataclasses.replace(w.spec, block=(1, 0))
+            w = w.replace(spec=spec, scale=w.scale.expand(spec.scale_shape(w.shape)).contiguous())
+        *leading, rows, columns = w.scale.shape
+        return fp8.encode(name, w, (), (*leading, rows, 1, columns, 1) if w.spec.block[1] else (*leading, rows))
 
     def check(self, checkpoint: Checkpoint) -> None:
         super().check(checkpoint)
@@ -227,7 +237,8 @@ def _quantizes_activations(checkpoint: FolderCheckpoint, name: str) -> bool:
 def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return quant_algo, group_size and, if linears differ, quantized_layers."""
     entries = {name.removesuffix(".weight"): entry for name, entry in checkpoint.entries.items() if entry.is_coded}
-    algorithms = {name: _name_of(entry) for name, entry in entries.items()}
+    usual = {name: "NVFP4" if entry.quantizes_activations else "W4A16_NVFP4" for name, entry in entries.items()}
+    algorithms = {name: str(FORMAT.fp8_name(entry) or usual[name]) for name, entry in entries.items()}
     if any(has_pre_scale(name, checkpoint.entries) for name in checkpoint.entries):
         algorithms = {name: AWQ if each in ALGORITHMS else each for name, each in algorithms.items()}
     layers = {name: SETTINGS.get(algorithm, {}) | {"quant_algo": algorithm} for name, algorithm in algorithms.items()}
@@ -235,12 +246,6 @@ def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
     if all(each == found[0] for each in found):
         return found[0]
     return {"quant_algo": "MIXED_PRECISION", "group_size": BLOCK, "quantized_layers": layers}
-
-
-def _name_of(entry: Entry) -> str:
-    if entry.fp8 is not None:
-        return str(fp8.algorithm_of(entry.fp8, entry.has_input_scale))
-    return "NVFP4" if entry.quantizes_activations else "W4A16_NVFP4"
 
 
 def hf_quant_config(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class TableFormat(Format):
         is_static: whether its readers need input scales for all W4A4 weights.
         config_files, config_keys: where the configuration is, and its names in config.json.
         has_pre_scales: whether a weight may have a scale of its inputs (AWQ), as :func:`pre_scale_of` names it.
-        fp8: its :class:`FP8Layout`; None if it has no FP8 weights.
+        fp8_name: its name for an FP8 weight with this entry, or None; None if it has no FP8 weights.
         unwritable: why it cannot be written, and what to choose instead; "" if it can.
     """
 
@@ -134,7 +134,7 @@ class TableFormat(Format):
     config_files: ClassVar[str] = "config.json"
     config_keys: ClassVar[tuple[str, ...]] = ("quantization_config",)
     has_pre_scales: ClassVar[bool] = False
-    fp8: ClassVar[Any] = None
+    fp8_name: Callable[[Entry], object] | None = None
     unwritable: ClassVar[str] = ""
 
     def is_own(self, found: Mapping[str, Any]) -> bool:
@@ -287,7 +287,11 @@ class TableFormat(Format):
 
     def encoded(self, name: str, weight: LinearParts | FP8Tensor, entry: Entry) -> dict[str, Tensor]:
         """Return the format's tensors of a weight in NVFP4, as :meth:`encode` does, or in FP8."""
-        return self.encode(name, weight, entry) if isinstance(weight, LinearParts) else self.fp8.encode(name, weight)
+        return self.encode(name, weight, entry) if isinstance(weight, LinearParts) else self.encode_fp8(name, weight)
+
+    def encode_fp8(self, name: str, w: FP8Tensor) -> dict[str, Tensor]:
+        """Return the format's tensors of a weight in FP8."""
+        return fp8.encode(name, w, self.layout.number_shape, tuple(w.scale.shape))
 
     def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
         """Return the format's tensors of the weight ``name``. Parts on the meta device give tensors on it."""
@@ -341,7 +345,7 @@ class TableFormat(Format):
         quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
         if not self.has_pre_scales:
             check_no_pre_scales(checkpoint.entries, self.name)
-        fp8.check(checkpoint.entries, self.name, self.fp8)
+        fp8.check(checkpoint.entries, self.name, self.fp8_name)
         many = [name for name, entry in quantized.items() if entry.scales and len(entry.shape) == 2]
         if many and "per_tensor_scale" in layout.keys:
             raise ValueError(
