@@ -143,7 +143,7 @@ FAULTS = [
       "integrations/transformers/test_layouts.py"),
     F("numerics/fp8.py", "skipped = first % height if block[0] else 0", "skipped = 0", "tensor/test_fp8.py"),
     F("dispatch/fp8.py", "if w.spec.activations is None or w.transposed:", "if True:", "tensor/test_fp8.py"),
-    F("checkpoints/models/fp8_joins.py", "if alike and not height and all(torch.equal(each.scale, first.scale) for each in parts):",
+    F("checkpoints/models/origins.py", "if alike and not height and all(torch.equal(each.scale, first.scale) for each in parts):",
       "if alike and not height:", "integrations/transformers/test_fp8_layers.py"),
     F("checkpoints/models/loading.py", "(value.to(dtype) if isinstance(value, FP8Tensor)", "(value.values(dtype) if isinstance(value, FP8Tensor)",
       "integrations/transformers/test_fp8_layers.py"),

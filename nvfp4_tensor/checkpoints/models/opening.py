@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nvfp4_tensor._compat.torchao_import import quietly
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, read
 from nvfp4_tensor.checkpoints.formats.gguf.reading import GGUFCheckpoint
-from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_reading import tokenizer_of
+from nvfp4_tensor.checkpoints.formats.gguf.tokenizer import tokenizer_of
 from nvfp4_tensor.checkpoints.models.loading import load_open
 from nvfp4_tensor.checkpoints.sources.reading import open_any
 

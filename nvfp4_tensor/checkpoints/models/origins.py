@@ -8,6 +8,7 @@ result has one per-tensor scale per row if the scales differ. :class:`Origin` re
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -16,13 +17,12 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.sidecar import with_factors
-from nvfp4_tensor.checkpoints.models import fp8_joins
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
 from nvfp4_tensor.checkpoints.understood import has_pre_scale, pre_scale_of
 from nvfp4_tensor.quantization.experts import expert_group, in_mixtral
 from nvfp4_tensor.quantization.model_families import JOINED_AS, MIXTRAL_EXPERTS
 from nvfp4_tensor.quantization.names import some
-from nvfp4_tensor.tensor.fp8 import FP8Tensor
+from nvfp4_tensor.tensor.fp8 import E4M3, FP8Tensor
 
 _KEPT = ("divisor", "input_scale", "input_divisor")
 
@@ -155,7 +155,7 @@ def _gather_fp8(origin: Origin, parts: Mapping[str, FP8Tensor]) -> tuple[FP8Tens
     """Join weights in FP8, with the largest of their input scales."""
     kept = {name: {"input_scale": w.input_scale.item()} for name, w in parts.items() if w.input_scale is not None}
     origin = dataclasses.replace(origin, factors=kept)
-    joined = fp8_joins.join([[parts[name] for name in group] for group in origin.groups], origin.stacked)
+    joined = join_fp8([[parts[name] for name in group] for group in origin.groups], origin.stacked)
     return joined.replace(input_scale=_largest([w.input_scale for w in parts.values()])), origin
 
 
@@ -163,7 +163,7 @@ def split_fp8(w: FP8Tensor, origin: Origin) -> dict[str, FP8Tensor]:
     """Split a weight in FP8 into the tensors of its origin, with the input scales of the file if they still match."""
     if origin.is_whole:
         return {origin.names[0]: w}
-    tensors = dict(zip(origin.names, fp8_joins.split(w, origin.rows, origin.stacked), strict=True))
+    tensors = dict(zip(origin.names, _parts_of_fp8(w, origin.rows, origin.stacked), strict=True))
     kept = {
         name: torch.tensor(each["input_scale"], dtype=torch.float32)
         for name, each in origin.factors.items()
@@ -255,3 +255,66 @@ def _with_scales_of_file(
     if largest is not None and now is not None and now in (largest, largest * LARGEST / LARGEST):
         tensors = {name: parts.replace(input_scale=inputs[name]) for name, parts in tensors.items()}
     return {name: with_factors(parts, factors.get(name, {})) for name, parts in tensors.items()}
+
+
+# --- weights in FP8 -------------------------------------------------------------------------------------------------
+
+_BLOCK = 128
+
+
+def join_fp8(groups: Sequence[Sequence[FP8Tensor]], stacked: bool) -> FP8Tensor:
+    """Return weights (N, K) joined along their rows, and with ``stacked`` the groups as (E, N, K).
+
+    They have the same columns in a block, and treat activations alike. The result has no input scale.
+    """
+    matrices = [_joined_rows(group) for group in groups]
+    if not stacked:
+        return matrices[0]
+    if len({each.spec for each in matrices}) > 1:
+        matrices = [_by_row(each) for each in matrices]
+    codes = torch.stack([each.qdata.view(torch.uint8) for each in matrices]).view(E4M3)
+    return matrices[0].replace(qdata=codes, scale=torch.stack([each.scale for each in matrices]), input_scale=None)
+
+
+def _parts_of_fp8(w: FP8Tensor, rows: Sequence[int], stacked: bool) -> list[FP8Tensor]:
+    """Return the parts of a weight with so many rows, of one expert after the other: what :func:`join_fp8` joined."""
+    matrices = [w[e] for e in range(len(w.qdata))] if stacked else [w]
+    starts = list(itertools.accumulate(rows, initial=0))
+    return [_rows_of(each, *span) for each in matrices for span in itertools.pairwise(starts)]
+
+
+def _joined_rows(parts: Sequence[FP8Tensor]) -> FP8Tensor:
+    first, (height, _) = parts[0], parts[0].spec.block
+    alike = len({each.spec for each in parts}) == 1
+    if alike and not height and all(torch.equal(each.scale, first.scale) for each in parts):
+        scale = first.scale
+    else:
+        if not alike or not height or any(len(each.qdata) % height for each in parts[:-1]):
+            parts = [_by_row(each) for each in parts]
+        scale = torch.cat([each.scale for each in parts])
+    codes = torch.cat([each.qdata.view(torch.uint8) for each in parts]).view(E4M3)
+    return parts[0].replace(qdata=codes, scale=scale, input_scale=None)
+
+
+def _by_row(w: FP8Tensor) -> FP8Tensor:
+    """Return a weight (N, K) with scales of its own for each row."""
+    rows, (height, width) = len(w.qdata), w.spec.block
+    scale = w.scale.repeat_interleave(height or rows, 0)[:rows]
+    return w.replace(spec=dataclasses.replace(w.spec, block=(1, width)), scale=scale)
+
+
+def _rows_of(w: FP8Tensor, first: int, last: int) -> FP8Tensor:
+    """Return some rows of a weight (N, K), with larger blocks if the scales of their rows are equal."""
+    height, width = w.spec.block
+    assert first % max(height, 1) == 0  # join has split other blocks
+    codes, scale = w.qdata[first:last], w.scale
+    if height:
+        scale = scale[first // height : -(-last // height)]
+    part = FP8Tensor(codes, scale, w.spec, w.orig_dtype, input_scale=w.input_scale)
+    taller = {0: 0, _BLOCK: _BLOCK}.get(width) if height == 1 else None
+    if taller is None:
+        return part
+    larger = scale[:: taller or len(scale)]
+    if not torch.equal(larger.repeat_interleave(taller or len(scale), 0)[: len(scale)], scale):
+        return part
+    return part.replace(spec=dataclasses.replace(w.spec, block=(taller, width)), scale=larger)

@@ -37,7 +37,7 @@ from nvfp4_tensor.checkpoints.formats.gguf.names import (
     written_scaling,
 )
 from nvfp4_tensor.checkpoints.formats.gguf.reading import NEEDS, PLAIN, VECTORS, WRITTEN, GGUFCheckpoint
-from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_writing import add_tokenizer
+from nvfp4_tensor.checkpoints.formats.gguf.tokenizer import add_tokenizer
 from nvfp4_tensor.checkpoints.formats.mlx import folds_exactly, with_scale_of_one
 from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new, temporary
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, lost_factors, write_factors

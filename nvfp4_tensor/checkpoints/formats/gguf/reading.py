@@ -26,7 +26,7 @@ from nvfp4_tensor.checkpoints.formats.gguf.names import (
     row_order,
     scaling_of,
 )
-from nvfp4_tensor.checkpoints.formats.gguf.tokenizer_reading import tokenizer_of
+from nvfp4_tensor.checkpoints.formats.gguf.tokenizer import tokenizer_of
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import parts_of_mxfp4
 from nvfp4_tensor.checkpoints.io.files import Files
 from nvfp4_tensor.checkpoints.io.sidecar import read_factors, sidecars_of, with_factors

@@ -7,7 +7,7 @@ from helpers.checkpoints import TINY, write_gguf
 from helpers.llama_cpp import llama_cpp_runner
 
 from nvfp4_tensor import checkpoints
-from nvfp4_tensor.checkpoints.formats.gguf import tokenizer_writing as gguf_tokenizer
+from nvfp4_tensor.checkpoints.formats.gguf import tokenizer as gguf_tokenizer
 
 gguf = pytest.importorskip("gguf")
 tokenizers = pytest.importorskip("tokenizers")
@@ -76,7 +76,7 @@ def test_what_llama_cpp_needs_is_there_and_comes_back(tmp_path, tensors, rule):
 
 
 def test_a_tokenizer_that_is_not_known_is_omitted_with_a_warning(tmp_path, tensors, monkeypatch):
-    monkeypatch.setattr(gguf_tokenizer, "_pre_tokenizer", lambda *_: "tekken")
+    monkeypatch.setattr(gguf_tokenizer, "_rule_of", lambda *_: "tekken")
     write_gguf(tmp_path / "a.gguf", tensors, tokenizer=trained()).close()
     with pytest.warns(UserWarning, match=r"tokenizer of a\.gguf is omitted, .* split by the rule 'tekken'"):
         checkpoints.convert(tmp_path / "a.gguf", tmp_path / "folder", to="modelopt", progress=False)

@@ -1,10 +1,10 @@
-"""Write a tokenizer to a GGUF file. Without it, llama.cpp runs on tokens only."""
+"""The tokenizer of a GGUF file: to and from transformers. Without it, llama.cpp runs on tokens only."""
 
 from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,90 @@ from nvfp4_tensor.checkpoints.io.safetensors import read_json
 
 if TYPE_CHECKING:
     import gguf
+    import tokenizers
 
-_PREFIX = "tokenizer."
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+"""Values of gguf.TokenType: special tokens, added words, and padding of the vocabulary."""
 
-# A distinctive substring of the pattern by which a byte-level tokenizer splits text, and llama.cpp's name for it.
-_PATTERNS = (
-    (r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*", "llama-bpe"),
-    (r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*", "qwen2"),
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
 )
+_DIGITS = {"llama-bpe": r"\p{N}{1,3}", "qwen2": r"\p{N}"}
+_RULES = ("gpt-2", "smollm", *_DIGITS)
+"""The supported rules of llama.cpp that split text before merging."""
 
+
+def tokenizer_of(path: Path, fields: Mapping[str, gguf.ReaderField]) -> Any:
+    """Return the tokenizer of a GGUF file, or None if it has none.
+
+    Byte-level tokenizers are built here, because transformers splits text by GPT-2's rule if it does not know
+    llama.cpp's.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: the rule that splits text is not supported, or transformers cannot read the file.
+    """
+    prefix = "tokenizer.ggml."
+    values = {key.removeprefix(prefix): field.contents() for key, field in fields.items() if key.startswith(prefix)}
+    if values.get("model") in (None, "no_vocab"):
+        return None
+    import transformers
+
+    if values["model"] != "gpt2":  # SentencePiece's
+        return transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    if values.get("pre") not in _RULES:
+        raise ValueError(f"text is split by the rule {values.get('pre')!r}: expected {', '.join(_RULES)}")
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    special = {
+        f"{name}_token": values["tokens"][i]
+        for name, key in names.items()
+        if (i := values.get(f"{key}_token_id")) is not None
+    }
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_level(values), **special)
+    template = fields.get("tokenizer.chat_template")
+    if template is not None:
+        tokenizer.chat_template = template.contents()
+    return tokenizer
+
+
+def _byte_level(values: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+
+    tokens, kinds = values["tokens"], values["token_type"]
+    vocabulary = {token: i for i, token in enumerate(tokens) if kinds[i] != _UNUSED}
+    merges = [(first, second) for first, _, second in (merge.partition(" ") for merge in values.get("merges", ()))]
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    made.pre_tokenizer = _pre_tokenizer(values["pre"], bool(values.get("add_space_prefix", False)))
+    made.decoder = decoders.ByteLevel()
+    if values.get("add_bos_token"):
+        bos = tokens[values["bos_token_id"]]
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, values["bos_token_id"])]
+        )
+    made.add_special_tokens(
+        [AddedToken(t, special=True) for t, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
+    )
+    made.add_tokens(
+        [AddedToken(t, special=False) for t, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
+    )
+    return made
+
+
+def _pre_tokenizer(rule: str, prefixed: bool) -> Any:
+    """Return the pre-tokenizer of a rule."""
+    from tokenizers import Regex, pre_tokenizers
+
+    if rule == "gpt-2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=prefixed)
+    if rule == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=prefixed)])
+    split = pre_tokenizers.Split(Regex(_SPLIT.replace("DIGITS", _DIGITS[rule])), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=prefixed, use_regex=False)])
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -47,7 +122,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, source: Any, vocab_size: int) -> None
 
 def _copy(writer: gguf.GGUFWriter, fields: dict[str, gguf.ReaderField]) -> None:
     for key, field in fields.items():
-        if key.startswith(_PREFIX):
+        if key.startswith("tokenizer."):
             inner = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(key, field.contents(), field.types[0], sub_type=inner)
 
@@ -76,8 +151,10 @@ def _add_folder(writer: gguf.GGUFWriter, folder: Path, vocab_size: int) -> None:
         _add_sentencepiece(writer, content, vocab_size)
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_pre_tokenizer(content, path))
-        _add_tokens(writer, content, vocab_size)
+        writer.add_tokenizer_pre(_rule_of(content, path))
+        tokens = _tokens_of(content, vocab_size)
+        writer.add_token_list([token for token, _ in tokens])
+        writer.add_token_types([kind for _, kind in tokens])
     gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size).add_to_gguf(writer, quiet=True)
     prefix = _prefixed(content)
     if prefix is not None:
@@ -125,12 +202,6 @@ def _add_sentencepiece(writer: gguf.GGUFWriter, content: dict[str, Any], vocab_s
     writer.add_token_types(types)
 
 
-def _add_tokens(writer: gguf.GGUFWriter, content: dict[str, Any], vocab_size: int) -> None:
-    tokens = _tokens_of(content, vocab_size)
-    writer.add_token_list([token for token, _ in tokens])
-    writer.add_token_types([kind for _, kind in tokens])
-
-
 def _tokens_of(content: dict[str, Any], vocab_size: int) -> list[tuple[str, int]]:
     """Return every token and its type, by its number."""
     import gguf
@@ -148,7 +219,7 @@ def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
     return pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
 
 
-def _pre_tokenizer(content: dict[str, Any], path: Path) -> str:
+def _rule_of(content: dict[str, Any], path: Path) -> str:
     """Return llama.cpp's name for the rule that splits text before merging."""
     steps = _steps(content.get("pre_tokenizer"))
     kinds = [step["type"] for step in steps]
@@ -158,8 +229,8 @@ def _pre_tokenizer(content: dict[str, Any], path: Path) -> str:
         return "smollm"
     if kinds == ["Split", "ByteLevel"]:
         pattern = steps[0]["pattern"].get("Regex", "")
-        for substring, name in _PATTERNS:
-            if substring in pattern:
+        for name, digits in _DIGITS.items():
+            if rf"{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*" in pattern:
                 return name
     raise ValueError(
         f"{path} splits text by {' + '.join(kinds) or 'nothing'}, which matches no known rule of llama.cpp: pass "
