@@ -39,7 +39,7 @@ def adamw_step(
         raise ValueError(f"weight must be bfloat16 or float32, not {weight.dtype}")
     moments = Moments(r, r_scale, v, v_exponent)
     _check(tuple(weight.shape), grad, moments, hyper, row0)
-    for rows in layout.chunks(*weight.shape, _CHUNK_ELEMENTS):
+    for rows in layout.chunks(len(weight), weight.shape[1], _CHUNK_ELEMENTS):
         ratio = _step_moments(moments, rows, grad, hyper, rng_state, row0)
         weight[rows] = optimizer_step.dense_weight(weight[rows], ratio, hyper, rng_state, row0 + rows.start)
 
@@ -69,7 +69,7 @@ def adamw_step_codes(
         raise ValueError(f"qdata {tuple(qdata.shape)} and scale {tuple(scale.shape)} are not those of {rows} rows")
     scales = layout.unswizzle(scale, rows, blocks)
     factor = per_tensor_scale.reshape(())
-    for part in layout.chunks(*grad.shape, _CHUNK_ELEMENTS):
+    for part in layout.chunks(len(grad), grad.shape[1], _CHUNK_ELEMENTS):
         ratio = _step_moments(moments, part, grad, hyper, rng_state, row0)
         qdata[part], scales[part] = optimizer_step.coded_weight(
             qdata[part], scales[part], factor, ratio, hyper, rng_state, row0 + part.start
