@@ -1,14 +1,16 @@
-"""What an NVFP4Tensor says about its size and its format."""
+"""What tensors of codes and scales have in common: their size, their fields, and that they have no storage."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+import hashlib
+from collections.abc import Container
+from typing import Any, ClassVar, NoReturn
 
-from torch import Tensor
+from nvfp4_tensor._compat.source_digest import source_digest
+from nvfp4_tensor._compat.torchao_import import quietly
 
-from nvfp4_tensor.numerics.choices import ProductBackend
-from nvfp4_tensor.numerics.spec import QuantizeSpec
-from nvfp4_tensor.tensor.windows import Unreadable, Window
+with quietly():
+    from torchao.utils import TorchAOBaseTensor
 
 NOT_IN_SAFETENSORS = (
     "a safetensors file stores only plain tensors: use nvfp4_tensor.checkpoints.save(model, folder) for a checkpoint "
@@ -19,30 +21,18 @@ NOT_IN_SAFETENSORS = (
 )
 
 
-if TYPE_CHECKING:
-    from torchao.utils import TorchAOBaseTensor as _Base
-else:
-    _Base = object
+class CodedTensor(TorchAOBaseTensor):
+    """A tensor of codes and scales. Subclasses name their inner tensors and other fields, as torchao's do."""
 
-
-class Described(_Base):
-    """Sizes, a description and a repr, of the fields of :class:`~nvfp4_tensor.NVFP4Tensor`."""
-
-    if TYPE_CHECKING:
-        qdata: Tensor
-        scale: Tensor
-        per_tensor_scale: Tensor
-        spec: QuantizeSpec
-        activation_spec: QuantizeSpec | None
-        activation_amax: Tensor | None
-        product_backend: ProductBackend
-        transposed: bool
-        window: Window | Unreadable | None
+    tensor_data_names: ClassVar[list[str]]
+    tensor_attribute_names: ClassVar[list[str]]
+    optional_tensor_data_names: ClassVar[list[str]]
 
     @property
     def stored_bytes(self) -> int:
-        """Number of bytes of the codes, block scales (including padding) and per-tensor scale."""
-        return sum(t.numel() * t.element_size() for t in (self.qdata, self.scale, self.per_tensor_scale))
+        """Number of bytes of the codes and scales, including padding."""
+        parts = [getattr(self, name) for name in self.tensor_data_names]
+        return sum(part.numel() * part.element_size() for part in parts)
 
     @property
     def bits_per_element(self) -> float:
@@ -62,32 +52,13 @@ class Described(_Base):
         """Raise a TypeError, because each inner tensor has its own storage. safetensors and transformers call it."""
         raise TypeError(NOT_IN_SAFETENSORS)
 
-    @property
-    def optional_tensor_attribute_names(self) -> NoReturn:
-        """Raise a TypeError: torchao's safetensors writer reads it and mistakes this class for its own of that name."""
-        raise TypeError(NOT_IN_SAFETENSORS)
+    def _fields(self, without: Container[str] = ()) -> dict[str, Any]:
+        names = self.tensor_data_names + self.tensor_attribute_names + self.optional_tensor_data_names
+        return {name: getattr(self, name) for name in names if name not in without}
 
-    def describe(self) -> str:
-        """Return a description of the spec, the activation's spec (W4A4) and the bits per element."""
-        static = ", static" if self.activation_amax is not None else ""
-        backend = f", by {self.product_backend.name.lower()}" if self.product_backend != ProductBackend.AUTO else ""
-        activation = f", activation ({self.activation_spec}{static}{backend})"
-        if self.product_backend == ProductBackend.FP8:
-            activation = ", activation (fp8)"
-        elif self.activation_spec is None:
-            activation = ""
-        return f"{self.spec}{activation}, {self._bits()} bits/element"
-
-    def _bits(self) -> str:
-        if not isinstance(self.numel(), int) or isinstance(self.window, Unreadable):
-            return "?"
-        return f"{self.bits_per_element:.2f}"
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        grad = ", requires_grad=True" if self.requires_grad else ""
-        return (
-            f"NVFP4Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"spec=({self.spec}){', transposed' if self.transposed else ''}"
-            + (f", activation_spec=({self.activation_spec})" if self.activation_spec is not None else "")
-            + f", {self._bits()} bits/element{grad})"
-        )
+    def _stable_hash_for_caching(self) -> str:
+        """Return a hash of everything that a compiled graph may depend on, for torch's graph cache on disk."""
+        names, fields = self.__tensor_flatten__()
+        inner = [(name, t.shape, t.stride(), t.dtype, t.device) for name in names for t in (getattr(self, name),)]
+        what = self.shape, self.requires_grad, inner, fields, source_digest()
+        return hashlib.blake2b(repr(what).encode()).hexdigest()

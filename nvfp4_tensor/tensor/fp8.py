@@ -7,25 +7,19 @@ multiplies blocks by Triton only; it could not be saved as it was read.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
 from nvfp4_tensor._compat.pickles import _rebuild_fp8, pin
-from nvfp4_tensor._compat.source_digest import source_digest
-from nvfp4_tensor._compat.torchao_import import quietly
 from nvfp4_tensor.numerics import fp8
 from nvfp4_tensor.numerics.choices import FP8Activations
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.tensor.description import NOT_IN_SAFETENSORS
-
-with quietly():
-    from torchao.utils import TorchAOBaseTensor
+from nvfp4_tensor.tensor.description import CodedTensor
 
 E4M3 = torch.float8_e4m3fn
 NOT_MERGED = "merging an adapter would round it again: keep the adapter apart, or merge it into the dense model"
@@ -65,7 +59,7 @@ def decode(codes: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dt
 
 
 @pin
-class FP8Tensor(TorchAOBaseTensor):
+class FP8Tensor(CodedTensor):
     """A weight (*leading, N, K) in e4m3 with a scale per tensor, channel or block. Its dtype is ``orig_dtype``.
 
     Readers of checkpoints create it; :meth:`dequantize` decodes it. ``linear`` decodes the weight for the call, or
@@ -147,22 +141,9 @@ class FP8Tensor(TorchAOBaseTensor):
     def _parts(self) -> list[Tensor]:
         return [getattr(self, name) for name in self.__tensor_flatten__()[0]]
 
-    @property
-    def nbytes(self) -> int:  # type: ignore[override]  # torch's is a property too, of C
-        """The bytes of the codes and scales."""
-        return self.qdata.nbytes + self.scale.nbytes
-
-    def element_size(self) -> float:  # type: ignore[override]
-        """Return bytes per element as a fraction, so that ``element_size() * numel()`` is :attr:`nbytes`."""
-        return self.nbytes / max(self.numel(), 1)
-
-    def storage(self) -> NoReturn:  # type: ignore[override]
-        raise TypeError(f"an FP8Tensor has no storage: {NOT_IN_SAFETENSORS}")
-
     def replace(self, **changes: Any) -> FP8Tensor:
         """Return a tensor with some fields changed, which shares the others."""
-        names = self.tensor_data_names + self.tensor_attribute_names + self.optional_tensor_data_names
-        return FP8Tensor(**{name: changes.get(name, getattr(self, name)) for name in names})
+        return FP8Tensor(**self._fields(without=changes), **changes)
 
     def weight_only(self) -> FP8Tensor:
         """Return a copy whose products keep activations dense."""
@@ -170,12 +151,6 @@ class FP8Tensor(TorchAOBaseTensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"FP8Tensor({tuple(self.shape)}, {self.spec}, dtype={self.dtype}, device={self.device})"
-
-    def _stable_hash_for_caching(self) -> str:
-        """Return a hash of everything that a compiled graph may depend on, for torch's graph cache on disk."""
-        names, fields = self.__tensor_flatten__()
-        inner = [(name, t.shape, t.stride(), t.dtype, t.device) for name in names for t in (getattr(self, name),)]
-        return hashlib.blake2b(repr((self.shape, inner, fields, source_digest())).encode()).hexdigest()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, tuple]:
         static = None if self.input_scale is None else self.input_scale.detach()

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Container, Sequence
-from typing import Any, ClassVar, SupportsIndex
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
-import torch.compiler.config
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nvfp4_tensor._compat.pickles import _rebuild, pin
-from nvfp4_tensor._compat.source_digest import source_digest
-from nvfp4_tensor._compat.torchao_import import quietly
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.choices import ProductBackend, RoundingMode
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
@@ -22,16 +18,13 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.sharding import fsdp_transport
 from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resolve_rng_state, stored_spec
 from nvfp4_tensor.tensor.checks import check_fields
-from nvfp4_tensor.tensor.description import Described
+from nvfp4_tensor.tensor.description import NOT_IN_SAFETENSORS, CodedTensor
 from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.windows import OFFSET, STORED, Geometry, OfWindow, Stored, Unreadable, Window, find_window
 
-with quietly():
-    from torchao.utils import TorchAOBaseTensor
-
 
 @pin
-class NVFP4Tensor(Described, TorchAOBaseTensor):
+class NVFP4Tensor(CodedTensor):
     """A tensor of at least one dimension stored in NVFP4, 4.5 bits per element. Its dtype is ``orig_dtype``.
 
     Create one with :meth:`to_nvfp4` or :func:`quantize`. Value = code x block scale x per-tensor scale.
@@ -254,10 +247,6 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
             return self._of_window(self.window, self._geometry(), self.transposed, {**self.__dict__, **changes})
         return _from_valid_fields(**self._fields(without=changes), **changes)
 
-    def _fields(self, without: Container[str] = ()) -> dict[str, Any]:
-        names = self.tensor_data_names + self.tensor_attribute_names + self.optional_tensor_data_names
-        return {name: getattr(self, name) for name in names if name not in without}
-
     def _geometry(self) -> Geometry:
         return self.size(), self.stride(), self.storage_offset()
 
@@ -277,6 +266,33 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
         data = {name: fn(getattr(self, name)) for name in self.tensor_data_names}
         amax = self.activation_amax
         return self._replace(**data, activation_amax=None if amax is None else fn(amax))
+
+    def describe(self) -> str:
+        """Return a description of the spec, the activation's spec (W4A4) and the bits per element."""
+        static = ", static" if self.activation_amax is not None else ""
+        backend = f", by {self.product_backend.name.lower()}" if self.product_backend != ProductBackend.AUTO else ""
+        activation = "" if self.activation_spec is None else f", activation ({self.activation_spec}{static}{backend})"
+        if self.product_backend == ProductBackend.FP8:
+            activation = ", activation (fp8)"
+        return f"{self.spec}{activation}, {self._bits()} bits/element"
+
+    def _bits(self) -> str:
+        if not isinstance(self.numel(), int) or isinstance(self.window, Unreadable):
+            return "?"
+        return f"{self.bits_per_element:.2f}"
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        activation = "" if self.activation_spec is None else f", activation_spec=({self.activation_spec})"
+        return (
+            f"NVFP4Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"spec=({self.spec}){', transposed' if self.transposed else ''}{activation}"
+            f", {self._bits()} bits/element{', requires_grad=True' if self.requires_grad else ''})"
+        )
+
+    @property
+    def optional_tensor_attribute_names(self) -> NoReturn:
+        """Raise a TypeError: torchao's safetensors writer reads it and mistakes this class for its own of that name."""
+        raise TypeError(NOT_IN_SAFETENSORS)
 
     def fsdp_pre_all_gather(
         self,
@@ -368,13 +384,6 @@ class NVFP4Tensor(Described, TorchAOBaseTensor):
         if outer_size is not None:  # the size may be symbolic, while the attribute is a constant of the trace
             attributes["columns"] = outer_size[-2 if attributes["transposed"] else -1]
         return cls._of_parts(**tensor_data_dict, **attributes)
-
-    def _stable_hash_for_caching(self) -> str:
-        """Return a hash of everything that a compiled graph may depend on, for torch's graph cache on disk."""
-        names, fields = self.__tensor_flatten__()
-        inner = [(name, t.shape, t.stride(), t.dtype, t.device) for name in names for t in (getattr(self, name),)]
-        what = self.shape, self.requires_grad, inner, fields, source_digest()
-        return hashlib.blake2b(repr(what).encode()).hexdigest()
 
 
 _OF_VIEWS = {"orig_dtype", "spec", "activation_spec", "product_backend", "activation_amax"}
