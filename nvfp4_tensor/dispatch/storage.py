@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
 from nvfp4_tensor._compat.frames import user_level
-from nvfp4_tensor.dispatch.table import aten, check_writable, implements, unsupported
+from nvfp4_tensor.dispatch.table import aten, check_writable, contiguous_clone, implements, unsupported
 from nvfp4_tensor.dispatch.writes import write_codes, write_zeros
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
@@ -39,12 +39,8 @@ def _alias(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 @implements(aten.clone.default)
 def _clone(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     if kwargs.get("memory_format") == torch.contiguous_format:
-        return args[0]._apply_fn_to_data(_contiguous_clone)
-    return _copied(args[0], _contiguous_clone)
-
-
-def _contiguous_clone(data: Tensor) -> Tensor:
-    return data.clone(memory_format=torch.contiguous_format)
+        return args[0]._apply_fn_to_data(contiguous_clone)
+    return _copied(args[0], contiguous_clone)
 
 
 def _copied(t: NVFP4Tensor, function: Callable[[Tensor], Tensor]) -> NVFP4Tensor:

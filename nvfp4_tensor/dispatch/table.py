@@ -87,6 +87,11 @@ def dense(value: Any) -> Any:
     return value.dequantize() if isinstance(value, NVFP4Tensor) else value
 
 
+def contiguous_clone(data: Tensor) -> Tensor:
+    """Return a copy of a plain tensor, contiguous."""
+    return data.clone(memory_format=torch.contiguous_format)
+
+
 @implements(aten.equal.default)
 def _equal(func: Op, types: Types, args: Args, kwargs: Kwargs) -> bool:
     """Compare in the dtype of the dense operand, to which the other is decoded; in float32 if both are NVFP4."""

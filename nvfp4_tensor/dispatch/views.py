@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-from nvfp4_tensor.dispatch.table import aten, implements, unsupported
+from nvfp4_tensor.dispatch.table import aten, contiguous_clone, implements, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.tensor.methods import OFFLOAD
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, view_of
@@ -76,16 +76,12 @@ def rebuilt(t: NVFP4Tensor, parts: tuple[Tensor, Tensor, Tensor | None], **chang
     qdata, scale, row_scale = parts
     scale = scale.reshape(math.prod(scale.shape[:-1]), scale.shape[-1]).contiguous()
     owned = {
-        "qdata": _copied(qdata),
+        "qdata": contiguous_clone(qdata),
         "scale": layout.swizzle(scale).view(torch.float8_e4m3fn),
-        "per_tensor_scale": _copied(t.per_tensor_scale if row_scale is None else row_scale.reshape(-1)),
+        "per_tensor_scale": contiguous_clone(t.per_tensor_scale if row_scale is None else row_scale.reshape(-1)),
         "activation_amax": None if t.activation_amax is None else t.activation_amax.clone(),
     }
     return t._replace(**{**owned, **changes})
-
-
-def _copied(data: Tensor) -> Tensor:
-    return data.clone(memory_format=torch.contiguous_format)
 
 
 def parts_of(t: NVFP4Tensor, per_row: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -218,23 +218,22 @@ class MatrixSharding(NamedTuple):
 
     def fits(self, x: Tensor, spec: QuantizeSpec) -> bool:
         """Whether every range has complete blocks."""
-        columns, rows = self.columns.local_sizes(x.shape[1]), self.rows.local_sizes(x.shape[0])
-        return not any([size % spec.column_multiple for size in columns] + [size % spec.block_rows for size in rows])
+        return not self._incomplete(x, spec)
 
     def check(self, x: Tensor, spec: QuantizeSpec, name: str) -> None:
         """Raise a ValueError that calls the matrix ``name`` if a range has incomplete blocks."""
-        for size in self.columns.local_sizes(x.shape[1]):
-            if size % spec.column_multiple:
-                raise ValueError(
-                    f"{name} has {size} columns in a range of one of {self.columns.ranks} ranks, but {spec} quantizes "
-                    f"groups of {spec.column_multiple}: give each range a multiple of {spec.column_multiple} columns"
-                )
-        for size in self.rows.local_sizes(x.shape[0]):
-            if size % spec.block_rows:
-                raise ValueError(
-                    f"{name} has {size} rows in a range of one of {self.rows.ranks} ranks, but {spec} has blocks of "
-                    f"{spec.block_rows} rows: give each range a multiple of {spec.block_rows} rows"
-                )
+        for size, what, ranks, multiple in self._incomplete(x, spec):
+            raise ValueError(
+                f"{name} has {size} {what} in a range of one of {ranks} ranks, but {spec} quantizes groups of "
+                f"{multiple}: give each range a multiple of {multiple} {what}"
+            )
+
+    def _incomplete(self, x: Tensor, spec: QuantizeSpec) -> list[tuple[int, str, int, int]]:
+        """Return the size, dimension, ranks and multiple of each range with incomplete blocks."""
+        rows, columns = self.rows, self.columns
+        found = [(n, "columns", columns.ranks, spec.column_multiple) for n in columns.local_sizes(x.shape[1])]
+        found += [(n, "rows", rows.ranks, spec.block_rows) for n in rows.local_sizes(x.shape[0])]
+        return [each for each in found if each[0] % each[3]]
 
 
 UNSHARDED = MatrixSharding(UNSHARDED_DIM, UNSHARDED_DIM)

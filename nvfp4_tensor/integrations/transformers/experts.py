@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
+    ConversionOps,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
@@ -88,27 +89,15 @@ def missing_joins(model: PreTrainedModel, names: Iterable[str]) -> list[WeightCo
     ModelOpt's layout, which ``save_pretrained`` writes, has one NVFP4 weight per expert. Likewise Phi-3's files have
     ``qkv_proj`` and ``gate_up_proj``, and others of the same model ``q_proj``, ``k_proj`` and so on.
     """
-    names = list(names)
-    conversions = get_model_conversion_mapping(model)
-    merged = any(
-        isinstance(o, MergeModulelist) for each in conversions for o in getattr(each, "operations", None) or ()
-    )
+    names, known = list(names), list(model.state_dict())
+    operations = [o for each in get_model_conversion_mapping(model) for o in getattr(each, "operations", None) or ()]
+    merges = any(isinstance(operation, MergeModulelist) for operation in operations)
     joins = []
-    if not merged and any(_EXPERT.search(name) for name in names):
-        joins += [
-            WeightConverter(
-                source_patterns=[".experts.*.gate_proj.weight", ".experts.*.up_proj.weight"],
-                target_patterns=".experts.gate_up_proj",
-                operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
-            ),
-            WeightConverter(
-                source_patterns=".experts.*.down_proj.weight",
-                target_patterns=".experts.down_proj",
-                operations=[MergeModulelist(dim=0)],
-            ),
-        ]
-    known = list(model.state_dict())
     for joined, parts in JOINED_AS.items():
+        if joined in ("gate_up_proj", "down_proj") and not merges and any(map(_EXPERT.search, names)):
+            sources = [f".experts.*.{part}.weight" for part in parts]
+            stack: list[ConversionOps] = [MergeModulelist(dim=0), Concatenate(dim=1)]
+            joins.append(WeightConverter(sources, f".experts.{joined}", operations=stack[: len(parts)]))
         for kind in ("weight", "bias"):
             sources = [f".{part}.{kind}" for part in parts]
             if len(parts) < 2 or not any(name.endswith(f".{joined}.{kind}") for name in known):
