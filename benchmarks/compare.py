@@ -9,12 +9,13 @@ The exit status is 0 if nothing became slower, 1 if something did, and 2 if the 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.harness import seconds, table
 
@@ -24,34 +25,12 @@ _CONTAINERS = ("runs", "cases", "subjects", "rows", "tokens")  # lists whose nam
 _CIRCUMSTANCES = ("command", "commit", "machine", "versions", "native")
 
 
-@dataclasses.dataclass(frozen=True)
-class Time:
+class Time(NamedTuple):
     """A median and its quartiles in seconds."""
 
     low: float
     median: float
     high: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """One timing in both files."""
-
-    what: str
-    old: Time
-    new: Time
-
-    @property
-    def factor(self) -> float:
-        """The new time divided by the old; above 1 is slower."""
-        return self.new.median / self.old.median
-
-    @property
-    def verdict(self) -> str:
-        """ "slower" or "faster" if the quartiles do not overlap, else empty."""
-        if self.new.low > self.old.high:
-            return "slower"
-        return "faster" if self.new.high < self.old.low else ""
 
 
 def timings(content: dict) -> dict[str, Time]:
@@ -96,12 +75,6 @@ def _identity(entry: object) -> Iterator[str]:
             yield "x".join(map(str, value))
 
 
-def changes(old: dict[str, Time], new: dict[str, Time]) -> list[Change]:
-    """Return the timings that are in both files, sorted by how much they changed."""
-    both = [Change(name, old[name], new[name]) for name in old if name in new]
-    return sorted(both, key=lambda change: abs(math.log(change.factor)), reverse=True)
-
-
 def circumstances(old: dict, new: dict) -> list[str]:
     """Return a line for each other difference between the runs, such as the machine, which may explain a time."""
     lines = []
@@ -118,31 +91,27 @@ def circumstances(old: dict, new: dict) -> list[str]:
 
 def report(old: dict, new: dict) -> tuple[str, bool]:
     """Return the text of the comparison, and whether anything became slower."""
-    old_times, new_times = timings(old), timings(new)
-    compared = changes(old_times, new_times)
-    if not compared:
+    before, after = timings(old), timings(new)
+    factors = {name: after[name].median / before[name].median for name in before if name in after}
+    if not factors:
         raise ValueError("the two files time nothing in common")
     lines = circumstances(old, new)
-    for name, times, others in (("old", old_times, new_times), ("new", new_times, old_times)):
+    for name, times, others in (("old", before, after), ("new", after, before)):
         lines += [f"only in the {name} file: {what}" for what in times if what not in others]
-    told = [change for change in compared if change.verdict]
-    if told:
-        lines += ["", table(("what", "old", "new", "new / old", ""), [_row(change) for change in told]), ""]
-    slower, faster = (sum(change.verdict == verdict for change in told) for verdict in ("slower", "faster"))
+    rows = []
+    for name, factor in sorted(factors.items(), key=lambda each: abs(math.log(each[1])), reverse=True):
+        was, now = before[name], after[name]
+        if now.low > was.high or now.high < was.low:
+            verdict = "slower" if factor > 1 else "faster"
+            rows.append((name, seconds(was.median), seconds(now.median), f"{factor:.3f}", verdict))
+    if rows:
+        lines += ["", table(("what", "old", "new", "new / old", ""), rows), ""]
+    slower, faster = (sum(row[-1] == verdict for row in rows) for verdict in ("slower", "faster"))
     lines.append(
-        f"{len(compared)} timings: {slower} slower and {faster} faster beyond the quartiles, "
-        f"new / old {_mean_factor(compared):.3f} in the geometric mean"
+        f"{len(factors)} timings: {slower} slower and {faster} faster beyond the quartiles, "
+        f"new / old {statistics.geometric_mean(factors.values()):.3f} in the geometric mean"
     )
     return "\n".join(lines), slower > 0
-
-
-def _row(change: Change) -> tuple[str, ...]:
-    times = seconds(change.old.median), seconds(change.new.median)
-    return change.what, *times, f"{change.factor:.3f}", change.verdict
-
-
-def _mean_factor(compared: Sequence[Change]) -> float:
-    return math.exp(sum(math.log(change.factor) for change in compared) / len(compared))
 
 
 def main() -> int:

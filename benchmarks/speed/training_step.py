@@ -2,25 +2,20 @@
 
     python -m benchmarks.speed.training_step                       # 8,192 tokens on the GPU
     python -m benchmarks.speed.training_step --device cpu          # the tutorial's small model, 2,048 tokens
-    python -m benchmarks.speed.training_step --launching           # small models, and how their steps are launched
 
 A step is forward, dgrad and wgrad of one linear, captured in a CUDA graph (eager on a CPU); "all" is the block's four
 linears together, "eager" the same launched from Python, its backward in autograd's thread or in the caller's. "On end"
 is one recipe's step again and again, as in training, where the clock is what its own power makes it; in the other
 columns the recipes take turns, at one clock for all. Parts are the ops that the recipe is made of, each with the bytes
 that it has to move. "saved" is what the linears keep for their backward beside their parameters, the codes of their
-weights included; "w again" is nvidia with keep_w=False, which quantizes the weight a second time instead.
-
-``--launching`` measures forward and backward of two blocks with attention at the widths where the host decides: eager,
-by ``torch.compile``, and by ``torch.compile(mode="reduce-overhead")``, which replays CUDA graphs. A figure is the time
-of a step among many without synchronizing, as in training; and the host time of an eager step of one linear.
+weights included; "w again" is nvidia with keep_w=False, which quantizes the weight a second time instead. "Host time"
+is that of an eager step of a linear so small that the device does not matter.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +112,6 @@ def steps(
         if device.type == "cuda":
             row["on end"] = on_end(variants, device, turn=0.3)
         row["saved"] = {recipe: saved_bytes(linear, x) for recipe, linear in linears.items()}
-        row["host"] = {recipe: host_time(step_of(linear, x, dy), device) for recipe, linear in linears.items()}
         row["method"] = timings["bf16"].method
         results[name] = {"n": n, "k": k, **row}
     return results
@@ -226,32 +220,6 @@ def block_step(recipe: str, tokens: int, device: torch.device, sizes: tuple[int,
     return {"seconds": timing.median, "peak": peak}
 
 
-SMALL_MODELS = {512: 16384, 1024: 8192, 2048: 4096}
-"""Width: tokens of a step. Sequences have 2,048 tokens, heads 128 elements, and two heads share keys and values."""
-
-WAYS: dict[str, dict[str, Any] | None] = {"eager": None, "compiled": {}, "in graphs": {"mode": "reduce-overhead"}}
-"""How a step is launched: the arguments of torch.compile, or None without it."""
-
-
-def launching(width: int, tokens: int, recipes: list[str], ways: list[str], device: torch.device) -> dict:
-    """Seconds of a step of two blocks by each recipe, for each way of launching."""
-    length, results = min(tokens, 2048), {}
-    for way in ways:
-        runs = {}
-        for recipe in ("bf16", *recipes):
-            torch.manual_seed(0)
-            heads = max(width // 128, 2)
-            model: Any = nn.Sequential(*(Block(width, width * 3, heads, heads // 2) for _ in range(2)))
-            model = convert_linears(model.to(device, torch.bfloat16), recipe)
-            options = WAYS[way]
-            step = model if options is None else torch.compile(model, fullgraph=True, **options)
-            x = torch.randn(tokens // length, length, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-            runs[recipe] = gradients_of(step, x, [x, *model.parameters()])
-        results[way] = sustained(runs, device)
-        torch.compiler.reset()
-    return results
-
-
 def host_times(recipes: list[str], device: torch.device) -> dict[str, float]:
     """Seconds of host time of an eager step of one linear, so small that the device does not matter."""
     x = torch.randn(128, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -259,47 +227,6 @@ def host_times(recipes: list[str], device: torch.device) -> dict[str, float]:
     steps = {r: step_of(linear_by(r, 64, 64, device), x, dy) for r in ("bf16", *recipes)}
     turns = [{r: host_time(step, device, budget=0.1, rounds=5) for r, step in steps.items()} for _ in range(5)]
     return {r: statistics.median(turn[r] for turn in turns) for r in steps}
-
-
-def gradients_of(model: Callable[[Tensor], Tensor], x: Tensor, wanted: list[Tensor]) -> Callable[[], object]:
-    """Forward and backward; the gradients are dropped."""
-    dy = torch.randn_like(x)
-
-    def run() -> object:
-        torch.compiler.cudagraph_mark_step_begin()
-        return torch.autograd.grad(model(x), wanted, dy)
-
-    return run
-
-
-def sustained(runs: dict[str, Callable[[], object]], device: torch.device, rounds: int = 7) -> dict[str, float]:
-    """Seconds of one call among many: the median of rounds, in which the variants take turns."""
-
-    def take(run: Callable[[], object], calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / calls
-
-    calls = {}
-    for name, run in runs.items():
-        take(run, 3)  # compiles and captures
-        calls[name] = max(int(0.05 / take(run, 3)), 2)
-    taken = [{name: take(run, calls[name]) for name, run in runs.items()} for _ in range(rounds)]
-    return {name: statistics.median(each[name] for each in taken) for name in runs}
-
-
-def launching_table(results: dict, recipes: list[str], ways: list[str]) -> str:
-    """A row for each width and recipe: bfloat16's time, then times of bfloat16's."""
-    rows = []
-    for width, by_way in results.items():
-        shape = f"{width}, {SMALL_MODELS[width]}"
-        rows.append([shape, "bf16", *(seconds(by_way[way]["bf16"]) for way in ways)])
-        for recipe in recipes:
-            rows.append(["", recipe, *(f"{by_way[way][recipe] / by_way[way]['bf16']:.2f}" for way in ways)])
-    return table(["width, tokens", "recipe", *ways], rows)
 
 
 def model_steps(recipes: list[str], device: torch.device, repeats: int) -> dict:
@@ -352,28 +279,12 @@ def parts_table(taken: list[dict], n: int, k: int) -> str:
     return table([f"part of {n} x {k}", "time", "of copy"], rows)
 
 
-def measure_launching(options: argparse.Namespace, device: torch.device) -> None:
-    """Measure small models; save after each, because compiling takes long."""
-    host, small = host_times(options.recipes, device), {}
-    for width in options.widths:
-        small[width] = launching(width, SMALL_MODELS[width], options.recipes, options.ways, device)
-        report = Report()
-        report(launching_table(small, options.recipes, options.ways))
-        for recipe, taken_by in host.items():
-            report(f"host time of a linear, {recipe}: {seconds(taken_by)} ({taken_by / host['bf16']:.2f} of bf16)")
-        content = record(device, launching=small, host=host)
-        save(result_path(device, "training_launching", options.out), content, report.text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, help="default: 8,192, on a CPU 2,048")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=DEFAULT)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--launching", action="store_true", help="measure small models, launched in three ways")
-    parser.add_argument("--widths", nargs="+", type=int, choices=SMALL_MODELS, default=list(SMALL_MODELS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--out", help="folder of the results")
     options = parser.parse_args()
     device, report = torch.device(options.device), Report()
@@ -381,9 +292,6 @@ def main() -> None:
     shapes, sizes = (SMALL, (256, 704, 4, 4)) if on_cpu else (FUSED, (4096, 14336, 32, 8))
     tokens = options.tokens or (2048 if on_cpu else 8192)
     torch.manual_seed(0)
-    if options.launching:
-        measure_launching(options, device)
-        return
     results = steps(shapes, options.recipes, tokens, device, options.repeats)
     n, k = next(iter(shapes.values()))
     taken = parts(n, k, tokens, device, options.repeats)
@@ -401,7 +309,10 @@ def main() -> None:
     models = model_steps(options.recipes, device, options.repeats) if on_cpu else {}
     for recipe, taken_by in models.items():
         report(f"step of the tutorial's model, {recipe}: {seconds(taken_by)} ({taken_by / models['bf16']:.3f} of bf16)")
-    content = record(device, tokens=tokens, linears=results, parts=taken, blocks=blocks, models=models)
+    host = host_times(options.recipes, device)
+    for recipe, taken_by in host.items():
+        report(f"host time of a linear, {recipe}: {seconds(taken_by)} ({taken_by / host['bf16']:.2f} of bf16)")
+    content = record(device, tokens=tokens, linears=results, parts=taken, blocks=blocks, models=models, host=host)
     save(result_path(device, "training_step", options.out), content, report.text)
 
 

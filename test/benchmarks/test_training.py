@@ -84,13 +84,17 @@ def test_a_study_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_ways_of_launching(monkeypatch, tmp_path):
-    monkeypatch.setattr(training_step, "SMALL_MODELS", {256: 64})
-    command = "training_step --device cpu --launching --widths 256 --ways eager --recipes nvidia --out"
+def test_a_training_step(monkeypatch, tmp_path):
+    """But for compiling, and whole models."""
+    monkeypatch.setattr(training_step, "SMALL", {"square": (64, 64)})
+    monkeypatch.setattr(training_step, "model_steps", lambda *_: {})
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    command = "training_step --device cpu --tokens 64 --repeats 1 --recipes nvidia --out"
     monkeypatch.setattr(sys, "argv", [*command.split(), str(tmp_path)])
     training_step.main()
-    (path,) = tmp_path.rglob("training_launching.json")
+    (path,) = tmp_path.rglob("training_step.json")
     result = json.loads(path.read_text())
-    times = result["launching"]["256"]["eager"]
-    assert set(times) == set(result["host"]) == {"bf16", "nvidia"}
-    assert f"{times['nvidia'] / times['bf16']:.2f}" in path.with_suffix(".txt").read_text()
+    host = result["host"]
+    assert set(host) == set(result["blocks"]) == {"bf16", "nvidia"}
+    assert f"({host['nvidia'] / host['bf16']:.2f} of bf16)" in path.with_suffix(".txt").read_text()
+    assert 0.3 < result["linears"]["square"]["saved"]["nvidia"] / result["linears"]["square"]["saved"]["bf16"] < 2
