@@ -28,12 +28,9 @@ CALLS = {
 
 
 def mixture():
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from helpers.tiny_models import tiny_model
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads)).bfloat16().eval()
+    return tiny_model("Mixtral", quantized=False, hidden_size=64, num_hidden_layers=1)
 
 
 def shard(model, how):

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = pytest.mark.slow
 
@@ -33,17 +32,6 @@ def test_lines_stay_where_they_are():
     ]  # fmt: skip
 
 
-def make_model(folder: Path) -> None:
-    """A tiny random Llama, where the README has the name of yours."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_blocks_run(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -53,5 +41,7 @@ def test_blocks_run(path, tmp_path, monkeypatch):
     if "from diffusers" in code:
         pytest.importorskip("diffusers")
     if '"your/model"' in code:
-        make_model(tmp_path / "your" / "model")
+        from helpers.tiny_models import tiny_model
+
+        tiny_model("Llama", quantized=False).save_pretrained(tmp_path / "your" / "model")
     exec(compile(code, str(path), "exec"), {"__name__": "__main__"})

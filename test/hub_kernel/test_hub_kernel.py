@@ -19,7 +19,9 @@ from nvfp4_tensor import NVFP4WeightOnlyConfig, QuantizeSpec
 
 kernels = pytest.importorskip("kernels")
 tomllib = pytest.importorskip("tomllib")  # of Python 3.11
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+from helpers.tiny_models import tiny_model  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("hub_kernel_make", ROOT / "hub_kernel/make.py")
 make = importlib.util.module_from_spec(_spec)
@@ -67,18 +69,7 @@ def mapped(repository):
         delattr(nn.Linear, name)
 
 
-def llama():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=False, attention_bias=True,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.1)
-    return model
-
-
+llama = functools.partial(tiny_model, "Llama", quantized=False, hidden_size=64, num_hidden_layers=2)
 IDS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
