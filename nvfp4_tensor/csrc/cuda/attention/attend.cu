@@ -42,8 +42,10 @@ struct Partial {
   }
 };
 
-// What blocks left, in one order: a group of threads, one an element, has every groups-th block,
-// and the first group adds up what groups have. Grid (heads x tokens, batch), blocks of (threads of a group, groups).
+// What blocks left, in one order: a group of threads, one an element, has every groups-th run of kAtOnce blocks, and
+// the first group adds up what groups have. So the first few blocks are added one by one, as those of a cluster are,
+// and blocks behind them that have nothing change no bit. Grid (heads x tokens, batch), blocks of (threads of a group,
+// groups).
 __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_constant__ Combine p) {
   __shared__ Partial of_group[kCombineThreads];
   const Partials& of = p.partials;
@@ -59,12 +61,12 @@ __global__ void __launch_bounds__(kCombineThreads) combine_kernel(const __grid_c
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   Partial all = Partial::none();
-  for (int first = threadIdx.y; first < blocks; first += kAtOnce * groups) {
+  for (int first = threadIdx.y * kAtOnce; first < blocks; first += kAtOnce * groups) {
     Partial each[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       each[i] = Partial::none();
-      const int block = first + i * groups;
+      const int block = first + i;
       if (block < blocks) {
         const int64_t at = static_cast<int64_t>(block) * size;
         each[i].most = most_of[at], each[i].total = most_of[at + of.rows], each[i].sum = sum_of[at];
@@ -186,7 +188,7 @@ void launch(const AttendCodes& p, cudaStream_t stream) {
 void launch_combine(const Combine& p, int kv_heads, int batch, cudaStream_t stream) {
   const int width = (p.size + 31) / 32 * 32;
   Launch launch(dim3(kv_heads * p.rows, batch), 1, width, 0, stream, Begins::kBeforePreviousEnds);
-  launch.config.blockDim.y = std::min(kCombineThreads / width, p.partials.splits);
+  launch.config.blockDim.y = std::min<unsigned>(kCombineThreads / width, ceil_div(p.partials.splits, kAtOnce));
   cudaLaunchKernelEx(&launch.config, combine_kernel, p);
 }
 

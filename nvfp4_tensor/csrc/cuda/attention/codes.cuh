@@ -120,18 +120,29 @@ __device__ __forceinline__ void leave_block(const AttendCodes& p, const Place& a
   }
 }
 
-// 4 or 8 elements; zeros of no row.
-template <int kFours, typename T>
-__device__ __forceinline__ uint4 load_values(const T* row, int d) {
-  uint4 v = make_uint4(0, 0, 0, 0);
-  if (row == nullptr) return v;
-  if constexpr (kFours == 2) return *reinterpret_cast<const uint4*>(row + d);
-  const uint2 four = *reinterpret_cast<const uint2*>(row + d);
-  v.x = four.x, v.y = four.y;
-  return v;
-}
+// Dense tokens straight from memory: rows of keys g and g + 8 and of values 2t, 2t + 1, 2t + 8 and 2t + 9, null for
+// what no query sees, which may be anything.
+template <typename T>
+struct DenseRowsReader {
+  const T *keys[2], *values[4];
 
-// A tile of dense tokens of a stretch, by a warp: fragments straight from memory.
+  __device__ __forceinline__ uint4 key(int which, int d) const { return load<2>(keys[which], d); }
+  template <int kFours>
+  __device__ __forceinline__ uint4 value(int i, int d) const {
+    return load<kFours>(values[i], d);
+  }
+  template <int kFours>
+  __device__ __forceinline__ static uint4 load(const T* row, int d) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (row == nullptr) return v;
+    if constexpr (kFours == 2) return *reinterpret_cast<const uint4*>(row + d);
+    const uint2 four = *reinterpret_cast<const uint2*>(row + d);
+    v.x = four.x, v.y = four.y;
+    return v;
+  }
+};
+
+// A tile of dense tokens of a stretch, by a warp.
 template <typename T, int kDim, int kTiles>
 __device__ __forceinline__ void attend_dense_tile(const AttendCodes& p, const Place& at, const Sight& sight,
                                                   const Mask& mask, const DenseRows& key_rows,
@@ -140,56 +151,24 @@ __device__ __forceinline__ void attend_dense_tile(const AttendCodes& p, const Pl
                                                   CodesWarp<kDim, kTiles>& mine, int lane) {
   using Warp = CodesWarp<kDim, kTiles>;
   const int g = lane / 4, t = lane % 4;
-  const auto row = [&](const DenseRows& rows, int token) {  // null for what no query sees: it may be anything
+  const auto row = [&](const DenseRows& rows, int token) {
     if (token < mask.seen.begin || token >= mask.seen.end) return static_cast<const T*>(nullptr);
     return static_cast<const T*>(rows.data) + at.b * rows.batch_step + at.kv_head * rows.head_step +
            token * rows.token_step;
   };
-  float s[kTiles][4] = {};
-  {
-    const T *const a = row(key_rows, first + g), *const b = row(key_rows, first + g + 8);
+  DenseRowsReader<T> reader;
 #pragma unroll
-    for (int j = 0; j < kDim / 32; ++j) {
-      const int d = t * (kDim / 4) + 8 * j;
-      const uint4 low = to_fragment(load_values<2>(a, d)), high = to_fragment(load_values<2>(b, d));
-      const uint32_t even[4] = {low.x, high.x, low.y, high.y}, odd[4] = {low.z, high.z, low.w, high.w};
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const uint4 q = to_fragment(*reinterpret_cast<const uint4*>(&shared.q[1][8 * n + g][d]));
-        mma(s[n], even, q.x, q.y, T{});
-        mma(s[n], odd, q.z, q.w, T{});
-      }
-    }
-  }
+  for (int i = 0; i < 2; ++i) reader.keys[i] = row(key_rows, first + g + 8 * i);
+  const auto query = [&](int n, int d) { return *reinterpret_cast<const uint4*>(&shared.q[1][8 * n + g][d]); };
+  float s[kTiles][4];
+  score_dense<T, kDim, 1>(reader, query, lane, s);
   const float ones[2] = {1.0f, 1.0f};
   Warp::template scale<false>(p.softcap, p.scale, ones, lane, s);
   if (mask.cuts(first)) Warp::hide(p, sight, mask, at.first_row, first, lane, s);
   mine.weigh(s);
-  uint32_t weights[kTiles][2];
-  Warp::template split_weights<T>(s, ones, lane, weights);
-  const T* from[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) from[i] = row(value_rows, first + 2 * t + i % 2 + i / 2 * 8);
-  const auto add = [&](int part, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {  // two elements of four tokens
-    const uint32_t a[4] = {__byte_perm(w0, w1, 0x5410), __byte_perm(w0, w1, 0x7632), __byte_perm(w2, w3, 0x5410),
-                           __byte_perm(w2, w3, 0x7632)};
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) mma(mine.sum[n][part], a, weights[n][0], weights[n][1], T{});
-  };
-  using Lane = LaneElements<kDim>;
-  constexpr int kAtOnce = Lane::kInTurn ? 1 : 2;  // halves of words of codes that lie side by side
-#pragma unroll
-  for (int half = 0; half < Lane::kValueHalves; half += kAtOnce) {
-    uint4 v[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = load_values<kAtOnce>(from[i], Lane::value(g, half));
-    add(2 * half, v[0].x, v[1].x, v[2].x, v[3].x);
-    add(2 * half + 1, v[0].y, v[1].y, v[2].y, v[3].y);
-    if constexpr (kAtOnce == 2) {
-      add(2 * half + 2, v[0].z, v[1].z, v[2].z, v[3].z);
-      add(2 * half + 3, v[0].w, v[1].w, v[2].w, v[3].w);
-    }
-  }
+  for (int i = 0; i < 4; ++i) reader.values[i] = row(value_rows, first + 2 * t + i % 2 + i / 2 * 8);
+  mine.template add_dense<T>(reader, s, lane);
 }
 
 template <typename T, int kDim, int kTiles>

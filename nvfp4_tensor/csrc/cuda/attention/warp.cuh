@@ -50,19 +50,55 @@ struct Mask {
   }
 };
 
-template <int kDim, int kTiles>
-struct CodesWarp {
-  using Keys = CodedKeys<kDim>;
-  using Values = CodedValues<kDim>;
-  using Lane = LaneElements<kDim>;
-  using QueryRow = uint16_t[kDim + 8];
-  static constexpr int kKeyWords = Keys::kWords;
-  static constexpr int kParts = kDim / 16;  // of 16 elements of values
+// Scores are in units of log2(e): what they are multiplied by before a cap, and the cap.
+__device__ __forceinline__ float log2_scale(float scale, float softcap) {
+  return softcap != 0.0f ? scale : scale * kLog2E;
+}
+__device__ __forceinline__ float log2_capped(float score, float softcap) {
+  return tanhf(score / softcap) * (softcap * kLog2E);
+}
 
-  uint4 q[kTiles][kKeyWords];
+// Dense keys of tokens g and g + 8 by queries, columns 2t and 2t + 1: keys.key(which, d) and query(n, d) have 8
+// elements from d on. kChains: of sums, which registers allow or not.
+template <typename T, int kDim, int kChains, int kTiles, typename Reader, typename Query>
+__device__ __forceinline__ void score_dense(const Reader& keys, Query query, int lane, float (&s)[kTiles][4]) {
+  float odd[kTiles][4] = {};
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = 0;
+  }
+#pragma unroll
+  for (int chunk = 0; chunk < kDim / 32; ++chunk) {
+    const int d = chunk * 32 + lane % 4 * 8;
+    const uint4 a = keys.key(0, d), b = keys.key(1, d);
+    const uint32_t first[4] = {a.x, b.x, a.y, b.y}, second[4] = {a.z, b.z, a.w, b.w};
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const uint4 q = query(n, d);
+      mma(s[n], first, q.x, q.y, T{});
+      mma(kChains == 2 ? odd[n] : s[n], second, q.z, q.w, T{});
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
+  }
+}
+
+// What a warp has of its tiles. kSplit: the 8 columns of an mma are four queries, each a rounded part and four columns
+// behind what is left of it, else eight queries, whose weights' parts take two mmas. Lane: which elements a lane has.
+template <typename Lane_, int kTiles, bool kSplit>
+struct WarpSums {
+  using Lane = Lane_;
+  static constexpr int kParts = 2 * Lane::kValueHalves;  // of two elements for each lane g
+  static constexpr int kTimes = kSplit ? 1 : 2;
+  using Weights = uint32_t[kTiles][kTimes][2];
+
   float most[kTiles][2], total[kTiles][2], sum[kTiles][kParts][4];
 
-  __device__ __forceinline__ CodesWarp() {
+  __device__ __forceinline__ WarpSums() {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -74,6 +110,129 @@ struct CodesWarp {
       }
     }
   }
+
+  // Scores to weights, relative to the largest so far or one a little smaller.
+  __device__ __forceinline__ void weigh(float (&s)[kTiles][4]) {
+    bool grows = false;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) grows |= s[n][i] > most[n][i % 2] + kSlack;
+    }
+    if (__any_sync(0xFFFFFFFFu, grows)) raise(s);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] = exp2_of(s[n][i] - most[n][i % 2]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) total[n][i] += s[n][i] + s[n][i + 2];
+    }
+  }
+  __device__ __forceinline__ void raise(const float (&s)[kTiles][4]) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float now = fmaxf(s[n][i], s[n][i + 2]);
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) now = fmaxf(now, __shfl_xor_sync(0xFFFFFFFFu, now, step));
+        now = fmaxf(now, most[n][i]);
+        const float correction = exp2_of(most[n][i] - now);
+        most[n][i] = now;
+        total[n][i] *= correction;
+#pragma unroll
+        for (int m = 0; m < kParts; ++m) sum[n][m][i] *= correction, sum[n][m][i + 2] *= correction;
+      }
+    }
+  }
+
+  // Weights of tokens g and g + 8 times a factor, as B fragments: rounded, and what rounding leaves.
+  template <typename T>
+  __device__ __forceinline__ static void split_weights(const float (&s)[kTiles][4], const float (&of)[2], int lane,
+                                                       Weights& weights) {
+    const uint32_t rest = kSplit && lane % 4 < 2 ? 0 : 0xFFFFFFFFu;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float a = s[n][2 * i] * of[i], b = s[n][2 * i + 1] * of[i];
+        const Pair<T> rounded(packed_pair<T>(a, b) & rest);
+        if constexpr (!kSplit) weights[n][0][i] = transposed(rounded.bits);
+        weights[n][kTimes - 1][i] = transposed(packed_pair<T>(a - rounded.low(), b - rounded.high()));
+      }
+    }
+  }
+
+  // Dense values of tokens 2t, 2t + 1, 2t + 8 and 2t + 9 times weights: values.value<fours>(i, d) are 4 or 8 elements
+  // of the i-th from d on.
+  template <typename T, typename Reader>
+  __device__ __forceinline__ void add_dense(const Reader& values, const float (&s)[kTiles][4], int lane) {
+    const float ones[2] = {1.0f, 1.0f};
+    Weights weights;
+    split_weights<T>(s, ones, lane, weights);
+    const auto add = [&](int part, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {  // two elements of the tokens
+      const uint32_t a[4] = {__byte_perm(w0, w1, 0x5410), __byte_perm(w0, w1, 0x7632), __byte_perm(w2, w3, 0x5410),
+                             __byte_perm(w2, w3, 0x7632)};
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < kTimes; ++i) mma(sum[n][part], a, weights[n][i][0], weights[n][i][1], T{});
+      }
+    };
+    constexpr int kAtOnce = Lane::kValueHalves % 2 ? 1 : 2;  // fours that lie side by side
+#pragma unroll
+    for (int half = 0; half < Lane::kValueHalves; half += kAtOnce) {
+      uint4 v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = values.template value<kAtOnce>(i, Lane::value(lane / 4, half));
+      add(2 * half, v[0].x, v[1].x, v[2].x, v[3].x);
+      add(2 * half + 1, v[0].y, v[1].y, v[2].y, v[3].y);
+      if constexpr (kAtOnce == 2) {
+        add(2 * half + 2, v[0].z, v[1].z, v[2].z, v[3].z);
+        add(2 * half + 3, v[0].w, v[1].w, v[2].w, v[3].w);
+      }
+    }
+  }
+
+  // leave_row(row, most, total), and leave_pair(row, d, two sums).
+  template <typename LeaveRow, typename LeavePair>
+  __device__ __forceinline__ void leave(int lane, LeaveRow leave_row, LeavePair leave_pair) {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = kSplit ? 4 * n + t % 2 * 2 + i : 8 * n + 2 * t + i;
+        const bool leaves = !kSplit || t < 2;
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) total[n][i] += __shfl_xor_sync(0xFFFFFFFFu, total[n][i], step);
+        if (g == 0 && leaves) leave_row(row, most[n][i], total[n][i]);
+#pragma unroll
+        for (int m = 0; m < kParts; ++m) {
+          const float a = whole(sum[n][m][i]), b = whole(sum[n][m][i + 2]);
+          if (leaves) leave_pair(row, Lane::value(g, m / 2) + m % 2 * 2, make_float2(a, b));
+        }
+      }
+    }
+  }
+
+  // Both columns of a sum. A value that is infinite makes the rest NaN, 0 times it.
+  __device__ __forceinline__ static float whole(float part) {
+    if constexpr (!kSplit) return part;
+    const float rest = __shfl_xor_sync(0xFFFFFFFFu, part, 2);
+    return fabsf(part) < INFINITY ? part + rest : part;
+  }
+};
+
+template <int kDim, int kTiles>
+struct CodesWarp : WarpSums<LaneElements<kDim>, kTiles, true> {
+  using Keys = CodedKeys<kDim>;
+  using Values = CodedValues<kDim>;
+  using Lane = LaneElements<kDim>;
+  using QueryRow = uint16_t[kDim + 8];
+  static constexpr int kKeyWords = Keys::kWords;
+
+  uint4 q[kTiles][kKeyWords];
 
   // Queries for codes, as rows of a product: word j of tile n.
   __device__ __forceinline__ static uint4 query(const QueryRow* rows, int n, int j, int lane) {
@@ -134,7 +293,7 @@ struct CodesWarp {
   template <bool kIsSplit>
   __device__ __forceinline__ static void scale(float softcap, float unit, const float (&factor)[2], int lane,
                                                float (&s)[kTiles][4]) {
-    const float by = unit * (softcap != 0.0f ? 1.0f : kLog2E);
+    const float by = log2_scale(unit, softcap);
     const float of[2] = {factor[0] * by, factor[1] * by};
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -153,7 +312,7 @@ struct CodesWarp {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = tanhf(s[n][i] / softcap) * (softcap * kLog2E);
+        for (int i = 0; i < 4; ++i) s[n][i] = log2_capped(s[n][i], softcap);
       }
     }
   }
@@ -170,62 +329,11 @@ struct CodesWarp {
     }
   }
 
-  // Scores to weights, relative to the largest so far or one a little smaller.
-  __device__ __forceinline__ void weigh(float (&s)[kTiles][4]) {
-    bool grows = false;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) grows |= s[n][i] > most[n][i % 2] + kSlack;
-    }
-    if (__any_sync(0xFFFFFFFFu, grows)) raise(s);
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] = exp2_of(s[n][i] - most[n][i % 2]);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) total[n][i] += s[n][i] + s[n][i + 2];
-    }
-  }
-  __device__ __forceinline__ void raise(const float (&s)[kTiles][4]) {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float now = fmaxf(s[n][i], s[n][i + 2]);
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) now = fmaxf(now, __shfl_xor_sync(0xFFFFFFFFu, now, step));
-        now = fmaxf(now, most[n][i]);
-        const float correction = exp2_of(most[n][i] - now);
-        most[n][i] = now;
-        total[n][i] *= correction;
-#pragma unroll
-        for (int m = 0; m < kParts; ++m) sum[n][m][i] *= correction, sum[n][m][i + 2] *= correction;
-      }
-    }
-  }
-
-  // Weights of tokens g and g + 8 times a factor, as B fragments: columns 4 to 7 have what rounding leaves.
-  template <typename T>
-  __device__ __forceinline__ static void split_weights(const float (&s)[kTiles][4], const float (&of)[2], int lane,
-                                                       uint32_t (&weights)[kTiles][2]) {
-    const uint32_t rest = lane % 4 < 2 ? 0 : 0xFFFFFFFFu;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float a = s[n][2 * i] * of[i], b = s[n][2 * i + 1] * of[i];
-        const Pair<T> rounded(packed_pair<T>(a, b) & rest);
-        weights[n][i] = transposed(packed_pair<T>(a - rounded.low(), b - rounded.high()));
-      }
-    }
-  }
-
   __device__ __forceinline__ void add(const Values& values, const float (&s)[kTiles][4], int lane) {
     constexpr float kUnit = 1.0f / Decoder<Bf16>::kUnit;
     const float of[2] = {values.factor(0) * kUnit, values.factor(1) * kUnit};
-    uint32_t weights[kTiles][2];
-    split_weights<Bf16>(s, of, lane, weights);
+    typename CodesWarp::Weights weights;
+    CodesWarp::template split_weights<Bf16>(s, of, lane, weights);
     uint32_t factor[Values::kScales][2];
     const uint32_t low = __byte_perm(values.scale[0], values.scale[1], 0x5140);  // first bytes, then second ones
     const uint32_t high = __byte_perm(values.scale[2], values.scale[3], 0x5140);
@@ -247,37 +355,10 @@ struct CodesWarp {
       const uint32_t first[4] = {a[0], a[1], b[0], b[1]}, second[4] = {a[2], a[3], b[2], b[3]};
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        mma(sum[n][2 * half], first, weights[n][0], weights[n][1], Bf16{});
-        mma(sum[n][2 * half + 1], second, weights[n][0], weights[n][1], Bf16{});
+        mma(this->sum[n][2 * half], first, weights[n][0][0], weights[n][0][1], Bf16{});
+        mma(this->sum[n][2 * half + 1], second, weights[n][0][0], weights[n][0][1], Bf16{});
       }
     }
-  }
-
-  // leave_row(row, most, total), and leave_pair(row, d, two sums).
-  template <typename LeaveRow, typename LeavePair>
-  __device__ __forceinline__ void leave(int lane, LeaveRow leave_row, LeavePair leave_pair) {
-    const int g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = 4 * n + t % 2 * 2 + i;
-#pragma unroll
-        for (int step = 4; step < 32; step *= 2) total[n][i] += __shfl_xor_sync(0xFFFFFFFFu, total[n][i], step);
-        if (g == 0 && t < 2) leave_row(row, most[n][i], total[n][i]);
-#pragma unroll
-        for (int m = 0; m < kParts; ++m) {
-          const float a = whole(sum[n][m][i]), b = whole(sum[n][m][i + 2]);
-          if (t < 2) leave_pair(row, Lane::value(g, m / 2) + m % 2 * 2, make_float2(a, b));
-        }
-      }
-    }
-  }
-
-  // Both columns of a sum. A value that is infinite makes the rest NaN, 0 times it.
-  __device__ __forceinline__ static float whole(float part) {
-    const float rest = __shfl_xor_sync(0xFFFFFFFFu, part, 2);
-    return fabsf(part) < INFINITY ? part + rest : part;
   }
 };
 

@@ -10,9 +10,6 @@ namespace nvfp4 {
 namespace step {
 namespace {
 
-// Tokens of a block from which on another kernel that combines pays, where that fills the machine and clusters do not.
-constexpr int kLongShare = 1024;
-
 // Stages of a warp's ring, in so much shared memory.
 template <int kDim>
 int stages_in(int bytes) {
@@ -46,15 +43,15 @@ int64_t plan_dim(Attend& p) {
   const Machine& machine = this_machine();
   const int context = p.window > 0 ? std::min(p.window, p.length) : p.length;
   const int64_t rows = static_cast<int64_t>(p.batch) * p.kv_heads * p.passes;
-  const int64_t useful = (context + kTile - 1) / kTile;  // blocks, with one tile each
   int cluster = 1;
-  while (machine.capability >= 90 && cluster < std::min<int64_t>(kMostBlocksInCluster, useful)) {
+  while (machine.capability >= 90 && cluster < kMostBlocksInCluster) {
     const int next = 2 * cluster;
     if (rows > resident<T, kDim>(next)) break;  // what is not resident at once would come a whole turn later
     cluster = next;
   }
   const int64_t filling = std::max<int64_t>(machine.multiprocessors / rows, 1);
-  const bool is_long = context / cluster > kLongShare && filling > cluster;
+  p.few_splits = cluster;
+  const bool is_long = p.is_long(context) && filling > cluster;
   p.splits = is_long ? static_cast<int>(filling) : cluster;
   // where blocks come in turns, two of them share a multiprocessor
   const int blocks = rows * p.splits > machine.multiprocessors ? 2 : 1;

@@ -16,6 +16,7 @@
 // What is loaded behind many copies comes late: queries, keys and angles are loaded first.
 #pragma once
 
+#include "cuda/attention/warp.cuh"
 #include "cuda/generation/context.cuh"
 #include "cuda/generation/head_row.cuh"
 #include "cuda/host/launch.h"
@@ -61,9 +62,9 @@ __host__ __device__ inline attention::Partials partials_of(const Attend& p) {
   return {p.partial, kHeads, kDim, p.passes, p.splits};
 }
 
-// exp(score - most), 0 for -inf also where nothing has been seen yet.
+// 2^(score - most), 0 for -inf also where nothing has been seen yet.
 __device__ __forceinline__ float weight_of(float score, float most) {
-  return score == -INFINITY ? 0.0f : expf(score - most);
+  return score == -INFINITY ? 0.0f : exp2f(score - most);
 }
 
 // Weights of a block's partial results, 16 lanes for a head: its warps' and, in a row's first block, the new token's
@@ -75,7 +76,8 @@ __device__ __forceinline__ void weigh_parts(const Attend& p, bool first_block, b
   const int head = threadIdx.x / kParts, part = threadIdx.x % kParts;
   const bool is_token = part == kWarps && first_block, is_sink = part == kWarps + 1 && first_block && p.sinks;
   float score = part < kWarps || (is_token && inside) ? shared.most[head][part] : -INFINITY;
-  if (is_sink && first_head + head < p.heads) score = load_wide<T>(p.sinks, p.wide_sinks, first_head + head);
+  if (is_sink && first_head + head < p.heads)
+    score = load_wide<T>(p.sinks, p.wide_sinks, first_head + head) * attention::kLog2E;
   const float most = most_of_lanes<kParts>(score);
   float weight = weight_of(score, most);
   if (is_token && !inside) weight = NAN;  // a token without a slot has no result
@@ -154,8 +156,8 @@ __device__ __forceinline__ void score_new_token(const Attend& p, int heads, Atte
     float score = 0;
 #pragma unroll
     for (int d = lane; d < kDim; d += 32) score += to_float(a[d]) * to_float(b[d]);
-    score = sum_of_lanes(score) * p.scaling;
-    if (p.softcap != 0.0f) score = tanhf(score / p.softcap) * p.softcap;
+    score = sum_of_lanes(score) * attention::log2_scale(p.scaling, p.softcap);
+    if (p.softcap != 0.0f) score = attention::log2_capped(score, p.softcap);
     if (lane == 0) shared.most[head][AttendShared<kDim>::kWarps] = score;
   }
 }
@@ -164,8 +166,9 @@ __device__ __forceinline__ void score_new_token(const Attend& p, int heads, Atte
 struct Tiles {
   int begin, end;
 
-  __device__ Tiles(const Seen& seen) {
-    const int all = (seen.count + kTile - 1) / kTile, share = (all + gridDim.x - 1) / gridDim.x;
+  __device__ Tiles(const Attend& p, const Seen& seen) {
+    const int all = (seen.count + kTile - 1) / kTile, blocks = p.is_long(seen.count) ? p.splits : p.few_splits;
+    const int share = (all + blocks - 1) / blocks;
     begin = blockIdx.x * share, end = min(begin + share, all);
   }
 };
@@ -194,28 +197,38 @@ struct Ring {
 template <typename T, int kDim>
 __device__ __forceinline__ void add_tiles(const Attend& p, const Seen& seen, const Tiles& tiles, Ring<T, kDim>& ring,
                                           AttendShared<kDim>& shared) {
-  using Sums = WarpSums<T, kDim>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  uint4 q[Sums::kKeyChunks];
+  uint4 q[kDim / 32];
 #pragma unroll
-  for (int chunk = 0; chunk < Sums::kKeyChunks; ++chunk) {
+  for (int chunk = 0; chunk < kDim / 32; ++chunk) {
     q[chunk] = *reinterpret_cast<const uint4*>(&shared.q[lane / 4][chunk * 32 + lane % 4 * 8]);
   }
-  Sums sums;
+  const float scale = attention::log2_scale(p.scaling, p.softcap);
+  attention::WarpSums<TileElements<kDim>, 1, false> sums;
   int stage = 0;
 #pragma unroll 1
   for (int tile = tiles.begin + warp; tile < tiles.end; tile += AttendShared<kDim>::kWarps) {
-    const Tile<kDim>& at = ring.stages[stage];
-    float s[4];
+    const TileReader<kDim> at(ring.stages[stage], lane);
+    float s[1][4];
     ring.request(p, seen);
     ring.wait(p);
-    sums.score(at, q, p, seen.count - tile * kTile, lane, s);
+    attention::score_dense<T, kDim, 2>(at, [&](int, int d) { return q[d / 32]; }, lane, s);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      s[0][i] *= scale;
+      if (p.softcap != 0.0f) s[0][i] = attention::log2_capped(s[0][i], p.softcap);
+      if (tile * kTile + lane / 4 + i / 2 * 8 >= seen.count) s[0][i] = -INFINITY;
+    }
     sums.weigh(s);
-    sums.add(at, s, lane);
+    sums.template add_dense<T>(at, s, lane);
     __syncwarp();  // all lanes have read it
     stage = stage + 1 == p.stages ? 0 : stage + 1;
   }
-  sums.leave(shared.sums(warp, p.stages), &shared.most[0][warp], &shared.total[0][warp], kParts, lane);
+  float* const to = shared.sums(warp, p.stages);
+  sums.leave(
+      lane,
+      [&](int head, float most, float total) { shared.most[head][warp] = most, shared.total[head][warp] = total; },
+      [&](int head, int d, float2 both) { *reinterpret_cast<float2*>(&to[head * kSumsStride<kDim> + d]) = both; });
 }
 
 // Grid (splits, kv_heads * passes, batch); without scratch the splits of a row are a cluster.
@@ -239,7 +252,7 @@ __global__ void __launch_bounds__(attend_warps(kDim) * 32) attend_kernel(const _
   const int64_t position = p.position[static_cast<int64_t>(row) * p.position_step];
   FirstHead<T, kDim> its(p, q_row, kv_head, first_head, heads);
   const Seen seen(position, p.starts ? p.starts[row] : 0, p.length, p.window);
-  const Tiles tiles(seen);
+  const Tiles tiles(p, seen);
   Ring<T, kDim> ring = {&shared.tiles[warp * p.stages], keys, values, tiles.begin + warp, tiles.end};
   for (int i = 1; i < p.stages; ++i) ring.request(p, seen);
   prepare_heads(p, seen, its, q_row, keys, values, first_block, shared);
@@ -273,7 +286,7 @@ __global__ void __launch_bounds__(attend_warps(kDim) * 32) attend_kernel(const _
       float* const to = p.partial + at * partials_of<kDim>(p).floats();
       to[i] = sum;
       if (d == 0) {
-        to[kHeads * kDim + head] = shared.block_most[head] * attention::kLog2E;
+        to[kHeads * kDim + head] = shared.block_most[head];
         to[kHeads * (kDim + 1) + head] = shared.block_total[head];
       }
     } else if (d < p.dim) {
@@ -290,8 +303,8 @@ __global__ void __launch_bounds__(attend_warps(kDim) * 32) attend_kernel(const _
 #pragma unroll 2
     for (int block = 0; block < gridDim.x; ++block) {
       const float weight = weight_of(shared.inbox_most[block][head], most);
-      total += weight * shared.inbox_total[block][head];
-      sum += weight * shared.inbox[block * part_size + i];
+      total = __fmaf_rn(weight, shared.inbox_total[block][head], total);
+      sum = __fmaf_rn(weight, shared.inbox[block * part_size + i], sum);
     }
     if (d < p.dim) out[head * p.dim + d] = from_float<T>(sum / total);
   }

@@ -56,6 +56,8 @@ struct Gated {
 void launch_gated(const Gated& p, cudaStream_t stream);
 
 constexpr int kMostHeadDim = 256;  // and a multiple of 8
+// Tokens of a block from which on more blocks pay, where they fill the machine and clusters do not.
+constexpr int kLongShare = 1024;
 
 struct Attend {
   const void* qkv;  // (batch, (heads + 2 * kv_heads) * dim)
@@ -79,8 +81,11 @@ struct Attend {
   Dtype dtype;
   // set by the launcher
   int group, passes, splits;  // heads of a kv head; in how many passes of kHeads; shares of the context
+  int few_splits;             // as many as a cluster has: of a context that is short, whatever the cache could hold
   int stages;                 // of the ring of each warp
   float* partial;
+
+  __host__ __device__ bool is_long(int tokens) const { return tokens > kLongShare * few_splits; }
 };
 
 // How many floats of scratch the launcher wants; sets p.splits.
