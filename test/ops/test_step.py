@@ -243,10 +243,10 @@ def test_heads_and_long_caches(device, dim):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch, heads, kv_heads, dim", [(1, 8, 2, 64), (1, 32, 8, 128), (3, 4, 4, 96), (24, 8, 8, 64)])
-def test_room_in_a_cache_changes_no_bit(device, batch, heads, kv_heads, dim):
+def test_room_in_a_cache_changes_no_bit(batch, heads, kv_heads, dim):
     """Blocks share what is seen, not what a cache could hold, and their sums are added in one order, by two kernels."""
     for position, window in [(20, 0), (1300, 0), (1300, 1024), (10_000, 0)]:
-        token = Token(device, torch.bfloat16, batch, heads, kv_heads, dim, length=position + 1)
+        token = Token("cuda", torch.bfloat16, batch, heads, kv_heads, dim, length=position + 1)
         expected, *_ = token.attend(position, window=window)
         keys, values = token.keys, token.values
         for room in (3, 500, 9000, 60_000 // batch):
