@@ -235,11 +235,11 @@ ACTIVATIONS = {
 
 
 def rows_of(subject: str) -> dict[str, dict[str, Any]]:
-    """A model's rows by name. Distillation's are called by their format; W4A4 to nearest then is w4a4_nearest."""
+    """A model's rows by name. Distillation's are called by their format (the last counts), W4A4 w4a4_nearest."""
     rows = {row["name"]: row for row in load(MACHINE, f"perplexity_{subject}")["rows"]}
     if "w4a4" in rows:
         rows["w4a4_nearest"] = rows.pop("w4a4")
-    return rows | {row["row"]: row for row in load(MACHINE, f"distillation_{subject}")["rows"]}
+    return rows | {row["row"].partition(":")[0]: row for row in load(MACHINE, f"distillation_{subject}")["rows"]}
 
 
 def duration(row: dict[str, Any]) -> str:
