@@ -26,7 +26,7 @@ from nvfp4_tensor.generation.architectures import (
 from nvfp4_tensor.generation.model_state import CHANGING
 from nvfp4_tensor.ops.composite.decode_step import Routing
 from nvfp4_tensor.ops.composite.step import Activation
-from nvfp4_tensor.quantization.linear import PRE_SCALE
+from nvfp4_tensor.quantization.linear import PRE_SCALE, NVFP4Linear
 
 _NORMS = ("norm_before_attention", "norm_after_attention", "norm_before_feed_forward", "norm_after_feed_forward")
 
@@ -317,7 +317,7 @@ class _Reader:
 
 
 def _linear(name: str, module: Any) -> Linear:
-    if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
+    if type(module) not in (nn.Linear, NVFP4Linear) or "weight" not in module._parameters:
         raise ValueError(f"{name} is a {type(module).__name__}, whose forward decode_natively would not call")
     return Linear(name, module.weight, module.bias, module._buffers.get(PRE_SCALE))
 

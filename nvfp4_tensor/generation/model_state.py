@@ -214,12 +214,3 @@ def check_class(cls: type) -> None:
         is_added = name != "forward" and source.startswith(("transformers.", "nvfp4_tensor."))  # by decorators, or ours
         if not (is_own or is_added):
             raise ValueError(f"the {name} of {cls.__name__} was patched, and decode_natively would not call it")
-
-
-def check_known(modules: Mapping[str, nn.Module], file: str) -> None:
-    """Raise a ValueError for modules of classes other than those in the modeling file, and torch's."""
-    for name, module in modules.items():
-        cls = type(module)
-        known = cls.__module__ == file or cls.__module__.startswith(("torch.nn.modules.", "transformers.activations"))
-        if not known and cls is not NVFP4Linear:
-            raise ValueError(f"{name} is a {cls.__name__} with a forward that decode_natively would not call")

@@ -8,8 +8,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from nvfp4_tensor.ops.composite.step import normed, rotated_heads
-from nvfp4_tensor.ops.schemas import op
+from nvfp4_tensor.ops.composite.step import normed
+from nvfp4_tensor.ops.schemas import op, plain
 
 WEIGHTS = 7
 """Number of weights per layer: q, k, v, o, gate, up, down."""
@@ -82,35 +82,26 @@ def decode_layers(
         spec, rotated: how codes are made, as of ``append_codes``.
     """
     weights = iter(zip(qdata, scales, per_tensor_scales, strict=True))
-    for i, (k_cache, v_cache) in enumerate(zip(keys, values, strict=True)):
-        q_w, k_w, v_w, o_w, gate_w, up_w, down_w = islice(weights, WEIGHTS)
+    for i, caches in enumerate(zip(keys, values, strict=True)):
+        *qkv, o, gate, up, down = islice(weights, WEIGHTS)
         bias: list[Tensor | None] = [*biases[3 * i : 3 * i + 3]] or [None] * 3
         y = normed(x, norms[2 * i], eps)
-        q, k, v = (_product(y, w, b) for w, b in zip((q_w, k_w, v_w), bias, strict=True))
-        kv_heads, length, dim = k_cache.shape[1:]
-        q, k = q.view(-1, dim), k.view(kv_heads, dim)
-        if head_norms:
-            q, k = (normed(each, head_norms[2 * i + j], eps) for j, each in enumerate((q, k)))
-        at = int(position) % length if codes else int(position)
-        q, k = (rotated_heads(each[None], cos, sin)[0] for each in (q, k))
-        k_cache[0, :, at] = k
-        v_cache[0, :, at] = v.view(kv_heads, dim)
+        token = torch.cat([_product(y, weight, b) for weight, b in zip(qkv, bias, strict=True)], -1)
+        kv_heads, length, dim = caches[0].shape[1:]
+        heads = token.shape[1] // dim - 2 * kv_heads
+        before = token, *(head_norms[2 * i : 2 * i + 2] or (None, None)), eps, 0.0, True, cos, sin, *caches, position
         if codes:
             coded, its_front = codes[CODES * i : CODES * (i + 1)], front[2 * i : 2 * i + 2] or (None, None)
-            lengths, oldest = position - (length - 1), (at + 1) % length
+            lengths = position - (length - 1)
+            q = plain.place_one(*before, heads, spec, *coded, lengths, rotated)
             attended = torch.ops.nvfp4.attend_codes(
-                q[None, :, None], *coded, lengths, None, *its_front, k_cache, v_cache, scaling, 0.0, 0, rotated
-            )
-            new = (cache[:, :, oldest : oldest + 1] for cache in (k_cache, v_cache))
-            torch.ops.nvfp4.append_codes(*new, spec, *coded, lengths, rotated)
+                q, *coded, lengths, None, *its_front, *caches, scaling, 0.0, 0, rotated
+            ).flatten(1)
         else:
-            seen_keys, seen_values = (cache[0, :, : at + 1].float() for cache in (k_cache, v_cache))
-            scores = q.view(kv_heads, -1, dim).float() @ seen_keys.mT * scaling
-            attended = torch.softmax(scores, -1) @ seen_values
-        x = x + _product(attended.to(x.dtype).view(1, -1), o_w, None)
+            attended = plain.attend_one(*before, heads, scaling)
+        x = x + _product(attended, o, None)
         y = normed(x, norms[2 * i + 1], eps)
-        gate, up = _product(y, gate_w, None), _product(y, up_w, None)
-        x = x + _product(torch.nn.functional.silu(gate) * up, down_w, None)
+        x = x + _product(torch.nn.functional.silu(_product(y, gate, None)) * _product(y, up, None), down, None)
     return normed(x, norms[-1], eps)
 
 
