@@ -30,6 +30,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from nvfp4_tensor.generation import attention  # registers "nvfp4" with transformers
 from nvfp4_tensor.generation.coded_states import CodedStates, StoredStates, append
+from nvfp4_tensor.generation.layer import Layer
 from nvfp4_tensor.generation.ring import GraphBuffers, Ring
 from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -41,7 +42,7 @@ LARGEST_GROWTH = 32768
 """Tokens by which the room of ``max_tokens`` grows at most, and so what is free of it at most."""
 
 
-class NVFP4CacheLayer(DynamicLayer):
+class NVFP4CacheLayer(Layer):
     """The keys and values of one layer in NVFP4, for a ``transformers.Cache``. :func:`nvfp4_cache` creates all layers.
 
     Gradients do not flow through stored tokens. They flow through dense tokens in the call that appends them.
@@ -60,9 +61,8 @@ class NVFP4CacheLayer(DynamicLayer):
             ``sink``, or a ``max_tokens`` below 1.
     """
 
-    narrowed: Any = None
-    """The texts that go on, if others have ended; and what a graph reads and writes of them."""
     _narrow_buffers: GraphBuffers | None = None
+    """What a graph reads and writes of the texts that go on, if others have ended."""
     _ring: Ring | None = None
     _spare: tuple[tuple[CodedStates, ...], Ring | None] = (), None
 
@@ -107,36 +107,11 @@ class NVFP4CacheLayer(DynamicLayer):
         self._settle()
         return self._pair
 
-    # Tensors of transformers' layers, which other code reads.
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """All keys (batch, heads, length, head_dim), decoded where they are used; None without tokens."""
-        return self._view(0)
-
-    @keys.setter
-    def keys(self, value: Tensor | None) -> None:
-        self._assign(value)
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        """All values, as :attr:`keys`."""
-        return self._view(1)
-
-    @values.setter
-    def values(self, value: Tensor | None) -> None:
-        self._assign(value)
-
     def _view(self, which: int) -> Tensor | None:
         if not self.is_initialized or not self._pair:
             return None
         states = self._states[which]
         return StoredStates(states, states.stored, states.latest)
-
-    @staticmethod
-    def _assign(value: Tensor | None) -> None:
-        """Take what transformers assigns before the first token and after the last, and nothing else."""
-        if value is not None and value.numel():
-            raise RuntimeError("keys and values of this cache are in 4 bits: append tokens by update(), or crop() them")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Record the shape (batch, heads), and create empty states, in the memory of those before a reset."""
@@ -243,14 +218,9 @@ class NVFP4CacheLayer(DynamicLayer):
         if narrowed is not None:
             self._narrow_buffers = self.graph_buffers().first(narrowed.rows)
 
-    def count_one(self) -> None:
-        """Count one token that a graph wrote."""
-        self.length += 1
-
     def _settle(self) -> None:
         """Take the latest tokens out of the ring."""
-        if self.narrowed is not None:
-            self.narrowed.undo()
+        self._undo_narrowing()
         if self._ring is None:
             return
         latest = self._ring.latest(self.length - self.sink)
@@ -263,10 +233,6 @@ class NVFP4CacheLayer(DynamicLayer):
         """The size of keys and values in bytes: codes, block scales, factors, their free capacity, and dense tokens."""
         return sum(states.nbytes for states in self._states)
 
-    def get_seq_length(self) -> int:
-        """Return the number of tokens."""
-        return self.length
-
     def reset(self) -> None:
         """Remove all tokens. The next ones may have another batch size."""
         if self.max_tokens is not None:
@@ -274,29 +240,6 @@ class NVFP4CacheLayer(DynamicLayer):
         self.is_initialized = False  # transformers 5.17 and older keep it set
         super().reset()
         self._reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens. A positive argument is the number to keep, as it once was."""
-        kept = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
-        if kept < self.length:
-            self._select(max(kept, 0), None)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder batch entries, for beam search."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given batch entries: integers, or a mask."""
-        if self.is_initialized:
-            indices = torch.as_tensor(indices, dtype=None, device="cpu")
-            entries = indices.nonzero().flatten() if indices.dtype == torch.bool else indices.long()
-            if not torch.equal(entries, _arange(self.batch)):
-                self._select(self.length, entries)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch entry ``repeats`` times."""
-        if self.is_initialized:
-            self._select(self.length, _arange(self.batch).repeat_interleave(repeats))
 
     def _select(self, tokens: int, entries: Tensor | None) -> None:
         for states in self._states:
@@ -314,11 +257,6 @@ class NVFP4CacheLayer(DynamicLayer):
         """Move the stored states back to the device of the model."""
         for states in self._states:
             states.to(self.device)
-
-
-def _arange(count: int) -> Tensor:
-    """Return 0 to count - 1 on the CPU, where indices are computed, regardless of the default device."""
-    return torch.arange(count, device="cpu")
 
 
 def nvfp4_cache(

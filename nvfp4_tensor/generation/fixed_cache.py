@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
-    DynamicLayer,
     StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
@@ -27,6 +26,7 @@ from transformers.cache_utils import (
 
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.ended_texts import Narrowed, narrowed_of
+from nvfp4_tensor.generation.layer import Layer
 from nvfp4_tensor.generation.ring import GraphBuffers
 
 GROWTH = 256
@@ -58,29 +58,25 @@ class Buffers:
             layer.index, layer.lender = i, self
 
 
-class FixedLayer(DynamicLayer):
+class FixedLayer(Layer):
     """Keys and values of one layer: the first tokens of two buffers (batch, heads, capacity, head_dim).
 
     Attributes:
-        length: number of tokens in them.
         rows: buffers are of a multiple of so many texts, each at its own positions, without padding; None: of all.
         moves: how often the buffers were replaced.
-        narrowed: the texts that go on, if others have ended.
     """
 
     index: int = 0
     lender: Buffers | None = None
-    narrowed: Narrowed | None = None
 
     def __init__(self, capacity: int, rows: int | None = None) -> None:
-        self.capacity, self.length, self.rows, self.moves = capacity, 0, rows, 0
-        self.texts = 0
+        self.capacity, self.rows, self.moves = capacity, rows, 0
         self._pair: tuple[Tensor, Tensor] | None = None
         super().__init__()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has buffers of its own."""
-        self._widen()
+        self._undo_narrowing()
         return {**vars(self), "lender": None}
 
     @property
@@ -88,7 +84,7 @@ class FixedLayer(DynamicLayer):
         """Keys and values, each (batch, heads, capacity, head_dim), of the texts that go on."""
         if self._pair is None or (self.narrowed is None and self.rows is None):
             return self._pair
-        return self._first(self.texts if self.narrowed is None else self.narrowed.rows)
+        return self._first(self.batch if self.narrowed is None else self.narrowed.rows)
 
     @buffers.setter
     def buffers(self, pair: tuple[Tensor, Tensor] | None) -> None:
@@ -116,55 +112,30 @@ class FixedLayer(DynamicLayer):
         self.narrowed = narrowed
         self.moves += 1
 
-    def _widen(self) -> None:
-        if self.narrowed is not None:
-            self.narrowed.undo()
+    def _view(self, which: int) -> Tensor | None:
+        self._undo_narrowing()
+        return None if self.buffers is None else self.buffers[which][:, :, : self.length]
 
-    # Methods of transformers read and assign keys and values as tensors of the cache's length.
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        self._widen()
-        return None if self.buffers is None else self.buffers[0][:, :, : self.length]
-
-    @keys.setter
-    def keys(self, value: Tensor | None) -> None:
-        self._assign(0, value)
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        self._widen()
-        return None if self.buffers is None else self.buffers[1][:, :, : self._value_length]
-
-    @values.setter
-    def values(self, value: Tensor | None) -> None:
-        self._assign(1, value)
-
-    def _assign(self, which: int, value: Tensor | None) -> None:
-        """Take the tensor that a method of transformers computed: a part of a buffer, or another one."""
-        self._widen()
-        if value is None:
-            self.buffers, self.length, self._value_length = None, 0, 0
-            return
-        assert self.buffers is not None
-        buffer, length = self.buffers[which], value.shape[-2]
-        if value.data_ptr() != buffer.data_ptr() or value.shape[0] != buffer.shape[0]:
+    def _select(self, tokens: int, entries: Tensor | None) -> None:
+        if entries is not None:
             self._check_is_of_all()
-            self.capacity = max(self.capacity, length)
-            grown = self._allocate(value)
-            grown[:, :, :length] = value
-            pair = list(self.buffers)
-            pair[which] = grown
-            self.buffers, self.lender = (pair[0], pair[1]), None
-        if which == 0:
-            self.length = length
-        else:
-            self._value_length = length
+        self._undo_narrowing()
+        self.length = tokens
+        if entries is not None:
+            self.lender, self.batch = None, len(entries)
+            self._move([t.index_select(0, entries.to(t.device)) for t in self.by_text])
+
+    def _move(self, tokens: list[Tensor]) -> None:
+        """Move to other buffers, which hold these keys and values (batch, heads, length, head_dim)."""
+        self.buffers = self._allocate(tokens[0]), self._allocate(tokens[1])
+        for buffer, before in zip(self.by_text, tokens, strict=True):
+            buffer.copy_(before)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take the lender's buffers if they fit, otherwise allocate some."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.capacity = min(self.capacity, round_up(key_states.shape[-2] + ROOM))
-        self.texts = key_states.shape[0]
+        self.batch = key_states.shape[0]
         lent = None if self.lender is None else self.lender.pairs.get(self.index)
         if lent is not None and all(
             _fits(buffer, self._shape(new), new) for buffer, new in zip(lent, (key_states, value_states), strict=True)
@@ -175,7 +146,7 @@ class FixedLayer(DynamicLayer):
         else:
             self.buffers = self._allocate(key_states), self._allocate(value_states)
             self._lend_back()
-        self.length = self._value_length = 0
+        self.length = 0
         self.is_initialized = True
 
     def _allocate(self, like: Tensor) -> Tensor:
@@ -194,16 +165,13 @@ class FixedLayer(DynamicLayer):
         """Move to larger buffers if these have no room for ``length`` tokens."""
         if length > self.capacity:
             self.capacity = round_up(max(length, 2 * self.capacity))
-            old = self.by_text
-            self.buffers = self._allocate(old[0]), self._allocate(old[1])
-            for buffer, before in zip(self.by_text, old, strict=True):
-                buffer.copy_(before)
+            self._move(self.by_text)
             self._lend_back()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (batch, heads, n, head_dim). Return those of all tokens."""
         self._check_is_of_all()
-        self._widen()
+        self._undo_narrowing()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + key_states.shape[-2]
@@ -211,7 +179,7 @@ class FixedLayer(DynamicLayer):
         assert self.buffers is not None
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = new
-        self.length = self._value_length = end
+        self.length = end
         assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
@@ -222,14 +190,11 @@ class FixedLayer(DynamicLayer):
                 "without padding: make another cache for other forwards, beam search, or other texts"
             )
 
-    def get_seq_length(self) -> int:
-        """Return the number of tokens."""
-        return self.length
-
     def reset(self) -> None:
         """Remove all tokens. The next ones may have another batch size."""
-        self.is_initialized = False  # transformers 5.17 and older keep it set
-        self.keys = None
+        self._undo_narrowing()
+        self.is_initialized = False
+        self.buffers, self.length = None, 0
 
 
 def _fits(buffer: Tensor, shape: tuple[int, ...], new: Tensor) -> bool:
@@ -274,7 +239,6 @@ class FixedCache(Cache):
         """Count tokens that were written into the buffers of all layers."""
         for layer in self.layers:
             layer.length += count
-            layer._value_length = layer.length
 
     def of_text(self, row: int, length: int) -> FixedCache:
         """Return a cache of one text's first tokens, in the same memory, which has room where this one has."""
@@ -282,7 +246,7 @@ class FixedCache(Cache):
         for its, layer in zip(one.layers, self.layers, strict=True):
             its.dtype, its.device, its.capacity = layer.dtype, layer.device, layer.capacity
             its.buffers = tuple(t[row : row + 1] for t in layer.buffers)
-            its.is_initialized = True
+            its.is_initialized, its.batch = True, 1
         one.append(length)
         return one
 
@@ -368,9 +332,7 @@ def batch_of(cache: Any) -> int:
     layers: list[Any] = cache.layers
     if (narrowed := narrowed_of(cache)) is not None:
         return narrowed.rows
-    if type(cache) is FixedCache:
-        return len(layers[0].buffers[0])
-    batch: int = layers[0].batch if type(cache) in _OF_CODES else buffers_of(cache)[0][0].shape[0]
+    batch: int = layers[0].keys.shape[0] if type(cache) is StaticCache else layers[0].batch
     return batch
 
 
@@ -418,15 +380,12 @@ def _is_full(layer: Any) -> bool:
 def append_one(cache: Any) -> None:
     """Count one token that a step wrote into the buffers."""
     layers: list[Any] = cache.layers
-    if type(cache) in _OF_CODES:
+    if type(cache) is not StaticCache:
         for each in layers:
-            each.count_one()
+            each.length += 1
         return
-    if type(cache) is FixedCache:
-        cache.append(1)
-        return
-    if lengths := [each.cumulative_length for each in cache.layers if not _is_full(each)]:
+    if lengths := [each.cumulative_length for each in layers if not _is_full(each)]:
         torch._foreach_add_(lengths, 1)
-    for each in cache.layers:
+    for each in layers:
         if each.is_sliding:
             each.cumulative_length_int += 1

@@ -188,7 +188,7 @@ FAULTS = [
     F("generation/cache.py", "self.length += key_states.shape[-2]", "self.length += 1", "generation/test_cache.py"),
     F("generation/ring.py", "torch.arange(position - self.size + 1, position,", "torch.arange(position - self.size, position - 1,",
       "generation/test_ring.py generation/test_random_texts.py"),
-    F("generation/cache.py", "self._select(max(kept, 0), None)", "self._select(kept + 1, None)", "generation/test_random_texts.py"),
+    F("generation/layer.py", "self._select(max(kept, 0), None)", "self._select(kept + 1, None)", "generation/test_random_texts.py"),
     F("generation/fixed_cache.py", "buffer.copy_(before)", "buffer[:, :, 1:].copy_(before[:, :, 1:])", "generation/test_random_texts.py"),
     F("generation/text.py", "if length_of(self.given) > kept:", "if False:", "generation/test_random_texts.py"),
     F("generation/text.py", "(extra := int(layer.get_seq_length()) - kept)", "(extra := length_of(cache) - kept)",
