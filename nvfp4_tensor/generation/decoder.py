@@ -231,7 +231,7 @@ class Decoder:
         if positions is None:
             positions = torch.arange(position, position + tokens.shape[1], device=tokens.device)[None]
             positions = positions if starts is None else (positions - starts[:, None]).clamp(min=0)
-        return plan.read(tokens, positions, starts, cache, min(kept or tokens.shape[1], tokens.shape[1]))
+        return plan.prompts.read(tokens, positions, starts, cache, min(kept or tokens.shape[1], tokens.shape[1]))
 
     def launch(
         self,

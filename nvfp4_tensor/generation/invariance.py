@@ -14,7 +14,6 @@ from torch import Tensor
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.fixed_cache import FixedCache
 from nvfp4_tensor.generation.plan import Plan
-from nvfp4_tensor.generation.prompt import make_room
 from nvfp4_tensor.numerics.choices import FP8Activations
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -84,11 +83,10 @@ def read(
         positions: (1 or B, T), for the rotary embeddings; None: those behind padding.
         padding: before the texts, None for none.
     """
-    assert plan.description is not None
     batch, count = tokens.shape
     before = cache.layers[0].length
     cache.padding = padding
-    make_room(cache, plan.description, batch, before + count)
+    plan.prompts.make_room(cache, batch, before + count)
     whole = None
     for row, start in enumerate(_starts(padding) or [0] * batch):
         first, skipped = max(before - start, 0), max(start - before, 0)
@@ -108,7 +106,7 @@ def read(
 
 def _read_one(model: Any, plan: Plan, ids: Tensor, positions: Tensor, cache: FixedCache, kept: int) -> Tensor:
     if plan.reads_prompts:
-        return plan.read(ids, positions, None, cache, kept)
+        return plan.prompts.read(ids, positions, None, cache, kept)
     output = type(model).forward(
         model, input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=kept,
         **{cache_argument(model): cache},

@@ -23,10 +23,9 @@ from nvfp4_tensor.generation.fixed_cache import (
 )
 from nvfp4_tensor.generation.fused_layers import CpuLayers, FusedLayers
 from nvfp4_tensor.generation.model_state import ModelState, check_modules, unsupported_reason
-from nvfp4_tensor.generation.prompt import ShortPrompts, fits, make_room, read
+from nvfp4_tensor.generation.prompt import Prompts, fits
 from nvfp4_tensor.generation.ring import Place
 from nvfp4_tensor.generation.token_step import Rotation, TokenStep
-from nvfp4_tensor.matmul.backends import FP8_ROWS
 from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -83,8 +82,7 @@ class Plan:
             _check_own_forward(model, modules)
         else:
             self._step = TokenStep(self.description)
-            self._step_of_many_rows = TokenStep(self.description, is_fp8=True)
-            self._short = ShortPrompts(self._step, self._rotations_of) if self._rows_are_independent() else None
+            self.prompts = Prompts(self._step, self._rows_are_independent())
         self.dtype: torch.dtype = model.dtype
         self.requests_more = model.config.return_dict is False or any(
             getattr(model.config, name, False) for name in _REQUESTS
@@ -128,25 +126,6 @@ class Plan:
             table = self._tables[index] = _Table(rotary, like, 1 << (last + 1).bit_length())
         return table.cos[positions[:, 0]], table.sin[positions[:, 0]]
 
-    def read(self, tokens: Tensor, positions: Tensor, starts: Tensor | None, cache: FixedCache, kept: int) -> Tensor:
-        """Append prompts (B, T) to a cache, and return the logits (B, kept, vocabulary) of their last tokens.
-
-        Args:
-            positions: (1 or B, T), for the rotary embeddings.
-            starts: (B,), the first position that each text sees; None: 0.
-        """
-        assert self.description is not None
-        make_room(cache, self.description, len(tokens), cache.layers[0].length + tokens.shape[1])
-        if not cache.layers[0].length and self._short is not None and self._short.take(*tokens.shape):
-            return self._short.read(tokens, positions, starts, cache, kept)
-        step = self._step if tokens.shape[1] < FP8_ROWS else self._step_of_many_rows
-        return read(step, tokens, cache, self._rotations_of(positions), starts, kept)
-
-    def _rotations_of(self, positions: Tensor) -> list[Rotation]:
-        """Return cos and sin (1 or B, T, rotary) of positions (1 or B, T) for each of the rotary embeddings."""
-        assert self.description is not None
-        return [each.cos_sin(self.description.norm.weight, positions) for each in self.description.rotaries]
-
     def _rows_are_independent(self) -> bool:
         """Return whether tokens behind a prompt cost and change nothing: no scales of several tokens, no experts."""
         assert self.description is not None
@@ -159,7 +138,7 @@ class Plan:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether :meth:`read` is the model's forward."""
+        """Whether ``prompts`` read them as the model's forward does."""
         return self._layers is None and self.description is not None and fits(self.description)
 
     def has_room(self, cache: Any, position: int) -> bool:

@@ -1,7 +1,7 @@
 """Prompts through a described model: the operators of a token's step for many rows, and torch's attention.
 
-The host launches the operators of a short prompt more slowly than a GPU runs them, so :class:`ShortPrompts` replays
-them as a graph.
+The host launches the operators of a short prompt more slowly than a GPU runs them, so :class:`Prompts` replays them
+as a graph.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from nvfp4_tensor.generation.architectures import Block, Model
 from nvfp4_tensor.generation.capture import captured
 from nvfp4_tensor.generation.fixed_cache import FixedCache, buffers_of
 from nvfp4_tensor.generation.token_step import Rotation, Sum, TokenStep, head_norms, rotation_of
+from nvfp4_tensor.matmul.backends import FP8_ROWS
 from nvfp4_tensor.ops.composite.step import normed_and_rotated
 
 SHORT = 512
@@ -85,22 +86,102 @@ class Prompt:
         return self._masks[window]
 
 
-def read(
-    step: TokenStep, tokens: Tensor, cache: FixedCache, rotations: Sequence[Rotation], starts: Tensor | None, kept: int
-) -> Tensor:
-    """Append prompts to a cache, and return the logits (B, kept, vocabulary) of their last tokens.
+class Prompts:
+    """Prompts through a described model.
+
+    Short ones into empty caches are padded on the right to a few lengths, whose graphs are replayed. Nothing sees that
+    padding: attention is causal, and no other operator knows of other rows.
 
     Args:
-        tokens: int64 (B, T).
-        cache: with room for them, at any length.
-        rotations: cos and sin (1 or B, T, rotary) for each of the model's rotary embeddings.
-        starts: int64 (B,), the first position that each text sees; None: 0.
+        step: that of one token, and of fewer rows than FP8 activations take.
+        pads: whether tokens behind a prompt cost and change nothing.
     """
-    count = tokens.shape[1]
-    prompt = Prompt(buffers_of(cache), cache.layers[0].length, count, rotations, starts)
-    logits = _run(step, tokens, prompt, lambda x: x[:, -kept:])
-    cache.append(count)
-    return logits
+
+    def __init__(self, step: TokenStep, pads: bool) -> None:
+        self.model, self.pads = step.model, pads
+        self._step, self._step_of_many_rows = step, TokenStep(step.model, is_fp8=True)
+        self._pool: Any = None
+        self._memory: list[list[Tensor]] | None = None  # keys and values of each layer, which all kinds share
+        self._kinds: dict[tuple[int, int, bool], _Static] = {}
+
+    def read(self, tokens: Tensor, positions: Tensor, starts: Tensor | None, cache: FixedCache, kept: int) -> Tensor:
+        """Append prompts (B, T) to a cache, and return the logits (B, kept, vocabulary) of their last tokens.
+
+        Args:
+            positions: (1 or B, T), for the rotary embeddings.
+            starts: int64 (B,), the first position that each text sees; None: 0.
+        """
+        batch, count = tokens.shape
+        before = cache.layers[0].length
+        self.make_room(cache, batch, before + count)
+        if not before and self.pads and batch * _padded(count) <= SHORT:
+            logits = self._read_short(tokens, positions, starts, cache, kept)
+        else:
+            step = self._step if count < FP8_ROWS else self._step_of_many_rows
+            prompt = Prompt(buffers_of(cache), before, count, self._rotations(positions), starts)
+            logits = _run(step, tokens, prompt, lambda x: x[:, -kept:])
+        cache.append(count)
+        return logits
+
+    def _rotations(self, positions: Tensor) -> list[Rotation]:
+        return [each.cos_sin(self.model.norm.weight, positions) for each in self.model.rotaries]
+
+    def make_room(self, cache: FixedCache, batch: int, length: int) -> None:
+        """Give all layers of a cache buffers for ``length`` tokens of each text."""
+        for layer, block in zip(cache.layers, self.model.blocks, strict=True):
+            if not layer.is_initialized:
+                shape = batch, block.kinds["kv_heads"], length, block.kinds["dim"]
+                new = self.model.embedding.new_empty(1).expand(shape)
+                layer.lazy_initialization(new, new)
+            layer.reserve(length)  # their capacities may differ
+
+    def _read_short(
+        self, tokens: Tensor, positions: Tensor, starts: Tensor | None, cache: FixedCache, kept: int
+    ) -> Tensor:
+        batch, count = tokens.shape
+        key = batch, _padded(count), starts is not None
+        static = self._kinds.get(key)
+        is_first = static is None
+        if static is None:
+            static = self._new(*key, buffers_of(cache))
+        static.tokens[:, :count].copy_(tokens)
+        static.positions[:, :count].copy_(positions)
+        static.last.fill_(count - 1)
+        if starts is not None and static.starts is not None:
+            static.starts.copy_(starts)
+        if is_first or tokens.is_cpu or kept > 1:  # the first one of a length may be the last one
+            logits = self._run_short(static, lambda x: x[:, count - kept : count])
+        else:
+            if static.replay is None:
+                run = functools.partial(self._run_short, static, lambda x: x.index_select(1, static.last))
+                static.replay = self._captured(run, tokens.device)
+            logits = static.replay().clone()
+        news = [each[:, :, :count] for pair in static.buffers for each in pair]
+        torch._foreach_copy_([each[:, :, :count] for pair in buffers_of(cache) for each in pair], news)
+        return logits
+
+    def _run_short(self, static: _Static, kept: Callable[[Tensor], Tensor]) -> Tensor:
+        rotations = self._rotations(static.positions)
+        return _run(
+            self._step, static.tokens, Prompt(static.buffers, 0, static.tokens.shape[1], rotations, static.starts), kept
+        )
+
+    def _captured(self, run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            return captured(run, device, self._pool)
+        except Exception as error:  # of any kind: a model's router is its own code
+            warnings.warn(f"prompts are not captured by CUDA graphs, which are faster: {error}", stacklevel=2)
+            return run
+
+    def _new(self, batch: int, count: int, padded: bool, like: tuple[list[Tensor], list[Tensor]]) -> _Static:
+        while len(self._kinds) >= KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
+            if self._memory is None:
+                self._memory = [[t.new_zeros(SHORT * t.shape[1] * t.shape[3]) for t in each] for each in like]
+            static = self._kinds[batch, count, padded] = _Static(batch, count, padded, like, self._memory)
+        return static
 
 
 def _run(step: TokenStep, tokens: Tensor, prompt: Prompt, kept: Callable[[Tensor], Tensor]) -> Tensor:
@@ -111,79 +192,6 @@ def _run(step: TokenStep, tokens: Tensor, prompt: Prompt, kept: Callable[[Tensor
     assert x is not None
     logits = step.logits(Sum(x, residual, total.first, total.multiplier))
     return logits.view(batch, -1, logits.shape[-1])
-
-
-class ShortPrompts:
-    """Short prompts into empty caches. They are padded on the right to a few lengths, whose graphs are replayed.
-
-    Nothing sees that padding: attention is causal, and no other operator knows of other rows.
-
-    Args:
-        rotations: from positions (B, T) to cos and sin (B, T, rotary) for each of the model's rotary embeddings.
-    """
-
-    def __init__(self, step: TokenStep, rotations: Callable[[Tensor], list[Rotation]]) -> None:
-        self.step, self.rotations = step, rotations
-        self._pool: Any = None
-        self._memory: list[list[Tensor]] | None = None  # keys and values of each layer, which all kinds share
-        self._kinds: dict[tuple[int, int, bool], _Static] = {}
-
-    @staticmethod
-    def take(batch: int, count: int) -> bool:
-        """Return whether prompts (batch, count) are short."""
-        return batch * _padded(count) <= SHORT
-
-    def read(self, tokens: Tensor, positions: Tensor, starts: Tensor | None, cache: FixedCache, kept: int) -> Tensor:
-        """Append prompts (B, T) to an empty cache with room for them, and return logits as :func:`read` does.
-
-        Args:
-            positions: (1 or B, T), for the rotary embeddings.
-            starts: int64 (B,), the first position that each text sees; None: 0.
-        """
-        batch, count = tokens.shape
-        key = batch, _padded(count), starts is not None
-        static = self._kinds.get(key)
-        is_first = static is None
-        with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
-            if static is None:
-                static = self._new(*key, cache)
-        static.tokens[:, :count].copy_(tokens)
-        static.positions[:, :count].copy_(positions)
-        static.last.fill_(count - 1)
-        if starts is not None and static.starts is not None:
-            static.starts.copy_(starts)
-        if is_first or tokens.is_cpu or kept > 1:  # the first one of a length may be the last one
-            logits = self._run(static, lambda x: x[:, count - kept : count])
-        else:
-            if static.replay is None:
-                run = functools.partial(self._run, static, lambda x: x.index_select(1, static.last))
-                static.replay = self._captured(run, tokens.device)
-            logits = static.replay().clone()
-        news = [each[:, :, :count] for pair in static.buffers for each in pair]
-        torch._foreach_copy_([each[:, :, :count] for pair in buffers_of(cache) for each in pair], news)
-        cache.append(count)
-        return logits
-
-    def _run(self, static: _Static, kept: Callable[[Tensor], Tensor]) -> Tensor:
-        prompt = Prompt(static.buffers, 0, static.tokens.shape[1], self.rotations(static.positions), static.starts)
-        return _run(self.step, static.tokens, prompt, kept)
-
-    def _captured(self, run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        try:
-            return captured(run, device, self._pool)
-        except Exception as error:  # of any kind: a model's router is its own code
-            warnings.warn(f"prompts are not captured by CUDA graphs, which are faster: {error}", stacklevel=2)
-            return run
-
-    def _new(self, batch: int, count: int, padded: bool, cache: FixedCache) -> _Static:
-        while len(self._kinds) >= KINDS:
-            del self._kinds[next(iter(self._kinds))]
-        pairs = buffers_of(cache)
-        if self._memory is None:
-            self._memory = [[t.new_zeros(SHORT * t.shape[1] * t.shape[3]) for t in each] for each in pairs]
-        static = self._kinds[batch, count, padded] = _Static(batch, count, padded, pairs, self._memory)
-        return static
 
 
 class _Static:
@@ -209,12 +217,3 @@ def _padded(count: int) -> int:
     """Return the least of LEAST, 3/2 LEAST, 2 LEAST, 3 LEAST, ... that is not below ``count``."""
     power = max(LEAST, 1 << (count - 1).bit_length())
     return 3 * power // 4 if count <= 3 * power // 4 and power > LEAST else power
-
-
-def make_room(cache: FixedCache, model: Model, batch: int, length: int) -> None:
-    """Give all layers of a cache buffers for ``length`` tokens of each text."""
-    for layer, block in zip(cache.layers, model.blocks, strict=True):
-        if not layer.is_initialized:
-            new = model.embedding.new_empty(1).expand(batch, block.kinds["kv_heads"], length, block.kinds["dim"])
-            layer.lazy_initialization(new, new)
-        layer.reserve(length)  # their capacities may differ

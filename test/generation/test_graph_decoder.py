@@ -21,7 +21,6 @@ from nvfp4_tensor.generation import prompt as prompts
 from nvfp4_tensor.generation.cache_argument import CACHE
 from nvfp4_tensor.generation.capture import captured
 from nvfp4_tensor.generation.fixed_cache import FixedCache
-from nvfp4_tensor.generation.plan import Plan
 from nvfp4_tensor.generation.runner import Runner
 
 
@@ -101,9 +100,9 @@ def test_prompts_of_different_lengths(family, cache, natively, steps):
 )
 def test_prompts_take_the_operators_of_a_step(family, natively, monkeypatch):
     """Two prompts into one cache, of texts that start apart, longer than windows: all logits, and the last ones."""
-    model, read, calls = natively(tiny_model(family)), Plan.read, []
+    model, read, calls = natively(tiny_model(family)), prompts.Prompts.read, []
     monkeypatch.setattr("nvfp4_tensor.generation.fixed_cache.GROWTH", 8)
-    monkeypatch.setattr(Plan, "read", lambda *args: calls.append(args[1].shape) or read(*args))
+    monkeypatch.setattr(prompts.Prompts, "read", lambda *args: calls.append(args[1].shape) or read(*args))
     ids, starts = prompt(model, 3, 2 * WINDOW + 7), [0, 3, 11]
     mask = (torch.arange(ids.shape[1]) >= torch.tensor(starts)[:, None]).long().to(model.device)
     for padded in (False, True):
@@ -222,7 +221,7 @@ def test_quantized_activations(natively, steps):
 def test_fp8_activations_of_long_prompts(natively, monkeypatch):
     """Each prompt of as many tokens as that takes has them, and shorter ones of a batch with as many do not."""
     monkeypatch.setattr("nvfp4_tensor.generation.prompt.SHORT", 16)  # of all texts: fewer than FP8_ROWS
-    for module in ("matmul.backends", "generation.plan"):
+    for module in ("matmul.backends", "generation.prompt"):
         monkeypatch.setattr(f"nvfp4_tensor.{module}.FP8_ROWS", 48)
     dense, logits = tiny_model("Llama", quantized=False), {}
     for activations in (None, "fp8"):
