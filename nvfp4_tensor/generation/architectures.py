@@ -139,7 +139,6 @@ class Model:
     Attributes:
         family: the family's name, "Llama".
         embedding: (vocabulary, D).
-        head: None if only the inner model, which returns hidden states, was described.
         logits_softcap: c of c * tanh(logits / c), 0 for none.
         has_router_logits: whether the outputs of its class have ``router_logits``, also without a mixture in any block.
     """
@@ -150,7 +149,7 @@ class Model:
     rotaries: tuple[Rotary, ...]
     blocks: tuple[Block, ...]
     norm: Norm
-    head: Linear | None
+    head: Linear
     logits_divisor: float = 1.0
     logits_softcap: float = 0.0
     has_router_logits: bool = False

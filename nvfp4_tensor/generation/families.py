@@ -23,7 +23,7 @@ from nvfp4_tensor.generation.architectures import (
     Norm,
     Rotary,
 )
-from nvfp4_tensor.generation.model_state import CHANGING
+from nvfp4_tensor.generation.model_state import CHANGING, unsupported_reason
 from nvfp4_tensor.ops.composite.decode_step import Routing
 from nvfp4_tensor.ops.composite.step import Activation
 from nvfp4_tensor.quantization.linear import PRE_SCALE, NVFP4Linear
@@ -108,55 +108,55 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(model: Any) -> Family | None:
-    """Return the family of a model or of its inner model, or None for other modules."""
+    """Return the family of a causal language model, or None for other modules."""
+    cls = type(model)
     for name, family in FAMILIES.items():
-        if type(model).__module__ == _file(name):
-            classes = (f"{family.name}ForCausalLM", f"{family.name}{family.inner}")
-            return family if any(type(model) is _class(name, each) for each in classes) else None
+        if cls.__module__ == f"transformers.models.{name}.modeling_{name}":
+            return family if cls.__name__ == f"{family.name}ForCausalLM" else None
     return None
 
 
 def describe(model: Any) -> Model:
-    """Describe a causal language model of transformers, or its inner model, from its modules.
+    """Describe a causal language model of transformers from its modules.
 
     Parameters are those of the modules at the time of the call, not copies. The rounding of each value is that of
     the model's own forward, in the attention implementations "sdpa" and "eager".
 
     Args:
-        model: one of :data:`FAMILIES`, for instance a ``LlamaForCausalLM`` or its ``model``.
+        model: one of :data:`FAMILIES`, for instance a ``LlamaForCausalLM``.
 
     Raises:
         TypeError: a model of another class.
-        ValueError: an activation, attention or module that the family does not have. The message names it.
+        ValueError: a configuration, activation, attention or module that the family does not have. The message names
+            it.
     """
     family = family_of(model)
     if family is None:
-        names = ", ".join(each.name for each in FAMILIES.values())
-        raise TypeError(f"{type(model).__name__} is none of the described models of transformers: {names}")
-    reader = _Reader(family, model)
-    return reader.model()
-
-
-def _file(name: str) -> str:
-    return f"transformers.models.{name}.modeling_{name}"
-
-
-def _class(name: str, cls: str) -> Any:
-    return getattr(sys.modules[_file(name)], cls, None)
+        *names, last = (each.name for each in FAMILIES.values())
+        raise TypeError(
+            f"decode_natively supports a {', '.join(names)} or {last} of transformers with an output layer, not "
+            f"{type(model)}"
+        )
+    return _Reader(family, model).model()
 
 
 class _Reader:
     """Reads one model of a family."""
 
     def __init__(self, family: Family, model: Any) -> None:
-        self.family, self.outer = family, model if type(model).__name__.endswith("ForCausalLM") else None
-        self.inner = model if self.outer is None else model.model
-        self.config = self.inner.config
-        if self.outer is not None and type(self.inner) is not self.own_class(family.inner):
+        self.family, self.outer, self.inner, self.config = family, model, model.model, model.model.config
+        if type(self.inner) is not self.own_class(family.inner):
             raise ValueError(f"model.model is a {type(self.inner).__name__}, not a {family.name}{family.inner}")
+        if reason := unsupported_reason(self.config):
+            raise ValueError(reason)
+        if self.config.num_hidden_layers != len(self.inner.layers):
+            raise ValueError(
+                f"config.num_hidden_layers is {self.config.num_hidden_layers}, and the model has "
+                f"{len(self.inner.layers)} layers"
+            )
 
     def own_class(self, suffix: str) -> Any:
-        return getattr(sys.modules[type(self.inner).__module__], f"{self.family.name}{suffix}", None)
+        return getattr(sys.modules[type(self.outer).__module__], f"{self.family.name}{suffix}", None)
 
     def own(self, name: str, module: Any, suffix: str) -> Any:
         """Return the module, if its class is the family's own with this suffix."""
@@ -179,7 +179,7 @@ class _Reader:
             rotaries=tuple(self.rotaries.values()),
             blocks=tuple(self._block(i, layer) for i, layer in enumerate(inner.layers)),
             norm=self._norm("model.norm", inner.norm),
-            head=None if self.outer is None else _linear("lm_head", self.outer.lm_head),
+            head=_linear("lm_head", self.outer.lm_head),
             logits_divisor=divisor,
             logits_softcap=softcap or 0.0,
             has_router_logits=bool(family.router),
@@ -220,6 +220,8 @@ class _Reader:
             dropout = getattr(layer, each, None)
             if dropout is not None and not (type(dropout) is nn.Dropout and not (dropout.training and dropout.p)):
                 raise ValueError(f"{name}.{each} is not a dropout in evaluation mode: call model.eval() first")
+        if layer.training and getattr(layer, "gradient_checkpointing", False):
+            raise ValueError(f"{name} uses gradient checkpointing, which disables the cache: call model.eval() first")
         block = Block(experts=self._experts(f"{name}.mlp", layer.mlp))
         norms = zip(_NORMS, self.family.norms, strict=True)
         block.parts.update((part, self._norm(f"{name}.{own}", getattr(layer, own))) for part, own in norms if own)

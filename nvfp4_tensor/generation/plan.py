@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nvfp4_tensor.generation.architectures import Model, Rotary
 from nvfp4_tensor.generation.cache_argument import cache_argument
-from nvfp4_tensor.generation.families import FAMILIES, describe, family_of
+from nvfp4_tensor.generation.families import describe, family_of
 from nvfp4_tensor.generation.fixed_cache import (
     FixedCache,
     buffers_of,
@@ -66,18 +66,18 @@ class Plan:
         self._tables: dict[int, _Table] = {}
         modules = {name or type(model).__name__: each for name, each in model.named_modules(remove_duplicate=False)}
         self.device = _single_device(model)
-        if self.device.type == "cpu" and not by_operators:
-            _check_family(model)
-            self.description = _describe(model, modules)
-            if not _needs_operators(modules):
-                self._layers = CpuLayers(self.description)
-        else:
+        on_cpu = self.device.type == "cpu" and not by_operators
+        if not on_cpu:
             check_modules(modules, (model,), patched=True)
-        if self.description is None and family_of(model) is not None:
+        if on_cpu or family_of(model) is not None:
             try:
                 self.description = _describe(model, modules)
             except (ValueError, AttributeError) as error:  # AttributeError: a module of another class
+                if on_cpu:
+                    raise
                 self.reason = str(error)
+        if on_cpu and self.description is not None and not _needs_operators(modules):
+            self._layers = CpuLayers(self.description)
         if self.description is None:
             _check_own_forward(model, modules)
         else:
@@ -221,19 +221,9 @@ class _Table:
         )
 
 
-def _check_family(model: Any) -> None:
-    if family_of(model) is None:
-        *names, last = (each.name for each in FAMILIES.values())
-        supported = f"{', '.join(names)} or {last}"
-        raise TypeError(
-            f"decode_natively supports a {supported} of transformers with an output layer, not {type(model)}"
-        )
-
-
 def _describe(model: Any, modules: dict[str, nn.Module]) -> Model:
     """Describe the model for its native step, or raise a ValueError with what does not fit."""
     description = describe(model)
-    _check_layers(model.model)
     check_modules(modules, (model,))
     names = ("norm_before_attention", "norm_before_feed_forward", "q", "k", "v", "o")
     read: list[Any] = [each for block in description.blocks for each in block.linears(*names)]
@@ -250,22 +240,6 @@ def _needs_operators(modules: dict[str, nn.Module]) -> bool:
     """Return whether a linear multiplies its inputs by a scale, or is FP8, which only the operators of a graph do."""
     in_fp8 = (isinstance(each._parameters.get("weight"), FP8Tensor) for each in modules.values())
     return any(in_fp8) or any(PRE_SCALE in each._buffers for each in modules.values())
-
-
-def _check_layers(inner: Any) -> None:
-    """Raise a ValueError for a configuration, or a state of the process or layers, that native steps do not support."""
-    if reason := unsupported_reason(inner.config):
-        raise ValueError(reason)
-    layers = len(inner.layers)
-    if inner.config.num_hidden_layers != layers:
-        raise ValueError(
-            f"config.num_hidden_layers is {inner.config.num_hidden_layers}, and the model has {layers} layers"
-        )
-    for i, layer in enumerate(inner.layers):
-        if layer.training and getattr(layer, "gradient_checkpointing", False):
-            raise ValueError(
-                f"model.layers.{i} uses gradient checkpointing, which disables the cache: call model.eval() first"
-            )
 
 
 def _single_device(model: Any) -> torch.device:

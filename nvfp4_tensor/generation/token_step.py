@@ -46,12 +46,11 @@ class TokenStep:
     """The step of a described model. It reads the model's own tensors at each call.
 
     Args:
-        model: what :func:`~nvfp4_tensor.generation.families.describe` returned for a model with an output layer.
+        model: what :func:`~nvfp4_tensor.generation.families.describe` returned.
         is_fp8: weights with ``activations="fp8"`` round both operands, if there are as many rows as that takes.
     """
 
     def __init__(self, model: Model, is_fp8: bool = False) -> None:
-        assert model.head is not None
         self.model = model
         self.blocks = [_Block(block, is_fp8) for block in model.blocks]
         self.head = norm_project(model.norm, (model.head,), -1, is_fp8)
