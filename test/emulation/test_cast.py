@@ -143,18 +143,6 @@ def test_upcast():
         emulation.upcast(t, torch.float64)
 
 
-DATA = sample((9, 40))
-HOW = {"cast_mode": "compressed", "round_mode": "stochastic", "rng_state": STATE}
-USUAL = {name: emulation.cast(DATA, name, **HOW) for name in FORMATS}
-
-
-def test_defaults_of_torch_change_nothing(other_defaults):
-    for name, usual in USUAL.items():
-        t = emulation.cast(DATA, name, **HOW)
-        assert torch.equal(t.data, usual.data) and t.scale.dtype == usual.scale.dtype
-        assert torch.equal(t.dequantize(), usual.dequantize()) and t.dequantize().dtype == torch.float32
-
-
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 def test_elements_of_any_width_are_packed(bits):
     """A user-defined float with two exponent bits: codes and values are packed and unpacked."""

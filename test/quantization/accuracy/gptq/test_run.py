@@ -343,22 +343,15 @@ def test_a_later_weight_of_a_layer_is_fitted_to_what_the_quantized_ones_give():
 BOTH = GPTQConfig(base_config=NVFP4Config(row_scaled=True), dense_target_weight=0.5)
 
 
-def test_defaults_of_torch_and_autocast_change_nothing_but_what_the_model_computes(other_defaults):
-    def layers_alone():  # which compute in float32 even under autocast
-        m = model()
-        for module in (*m.layers, m.mix):
+def test_autocast_changes_nothing_but_what_the_model_computes():
+    made = []
+    for autocast in (False, True):
+        m, data = model(), batches()
+        for module in (*m.layers, m.mix):  # which compute in float32 even under autocast
             module.forward = torch.autocast("cpu", enabled=False)(module.forward)
-        return m
-
-    def fitted(autocast):
-        m, data = layers_alone(), batches()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return gptq(m, data, BOTH, filter_fn=inside, progress=False)
-
-    expected = other_defaults(lambda: fitted(False))
-    m, data = other_defaults(lambda: (layers_alone(), batches()))
-    assert_same_codes(gptq(m, data, BOTH, filter_fn=inside, progress=False), expected)
-    assert_same_codes(other_defaults(lambda: fitted(True)), expected)
+            made.append(gptq(m, data, BOTH, filter_fn=inside, progress=False))
+    assert_same_codes(*made)
 
 
 def test_a_product_without_a_call_of_the_linear_is_seen():
