@@ -66,7 +66,9 @@ def cast(
     _check(x, format, amax)
     x = x.detach()
     rng_state = resolve_rng_state(x, QuantizeSpec(round_mode=rounding), rng_state, generator)
-    largest = _amax(x, amax) if format.two_level else None
+    largest = None
+    if format.two_level:
+        largest = reference.amax(x) if amax is None else reference.magnitude(resolve_amax(x, QuantizeSpec(), amax))
     run = _by_torch
     if compute == ComputeMode.NATIVE:
         reason = _unsupported_reason(x, format)
@@ -104,10 +106,6 @@ def _check(x: Tensor, format: BlockFormat, amax: Tensor | float | None) -> None:
         raise ValueError(f"{format.name} has no tensor scale for amax to set: omit amax")
 
 
-def _amax(x: Tensor, amax: Tensor | float | None) -> Tensor:
-    return reference.amax(x) if amax is None else reference.magnitude(resolve_amax(x, QuantizeSpec(), amax))
-
-
 # --- plain torch -----------------------------------------------------------------------------------------------------
 
 _Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -128,7 +126,9 @@ def _by_torch(
     scale = format.scale.of_blocks(blocks.abs().amax(dim=-1), encode, format.element, mode)
     factor = reference.block_encode(scale.float(), encode).unsqueeze(-1)
     v = torch.where(factor.isnan(), 0.0, blocks * factor).flatten(-2)[..., : x.shape[-1]]
-    r16 = None if rng_state is None else _random16(x, rng_state)
+    rows, columns, r16 = x.shape[:-1].numel(), x.shape[-1], None
+    if rng_state is not None:  # 16 random bits per element as in the contract
+        r16 = reference.random16(rows, columns, rng_state)[:, :columns].reshape(x.shape)
     return format.element.round(v, rounding, r16), scale, tensor_scale
 
 
@@ -139,13 +139,6 @@ def _tensor_scale(x: Tensor, format: BlockFormat, amax: Tensor | None) -> tuple[
     largest = amax.new_full((), format.largest_value)
     encode = torch.where(amax == 0, 1.0, (largest / amax).clamp(max=FLOAT32_MAX))
     return encode, torch.where(amax == 0, 1.0, amax / largest)
-
-
-def _random16(x: Tensor, rng_state: Tensor) -> Tensor:
-    """Return 16 random bits per element as in the contract: int32, in the shape of x."""
-    columns = x.shape[-1]
-    rows = x.shape[:-1].numel()
-    return reference.random16(rows, columns, rng_state)[:, :columns].reshape(x.shape)
 
 
 # --- this package's operators ----------------------------------------------------------------------------------------

@@ -28,9 +28,6 @@ from nvfp4_tensor.quantization.quantize_call import selected, warn_of_dense_atte
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model
 
-_CONVERT_ONLY: dict[str, Any] = {"percentile": None, "headroom": False}
-"""Defaults of the fields that only the convert step uses. The prepare step raises an error if they are set."""
-
 
 def calibrate(
     model: nn.Module,
@@ -101,7 +98,8 @@ def quantize_by_inputs(
 ) -> None:
     """Do what :func:`calibrate` does with these linears and experts' weights, by name."""
     convert = dataclasses.replace(config, step="convert")
-    prepare = dataclasses.replace(config, step="prepare", **_CONVERT_ONLY if isinstance(config, NVFP4Config) else {})
+    unused: dict[str, Any] = {"percentile": None, "headroom": False} if isinstance(config, NVFP4Config) else {}
+    prepare = dataclasses.replace(config, step="prepare", **unused)
     with restored(model, only_on_error=True):  # also on an interrupt: a partly prepared model is useless
         for module in linears:
             as_linear(module)
@@ -111,7 +109,11 @@ def quantize_by_inputs(
             for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
                 call_model(model, batch)
         conversion = Conversion(model, linears, convert, experts=experts)
-        _warn_of_nonfinite(conversion)
+        if names := [name for name, each in conversion.observed.items() if each.activation_nonfinite > 0]:
+            warn_user(
+                f"some inputs of {', '.join(names)} were NaN or infinite and were ignored in the calibration: check "
+                "the batches"
+            )
     try:  # not within restored(), which keeps the dense weights
         conversion.run(model, progress=progress)
     except BaseException:
@@ -122,13 +124,3 @@ def quantize_by_inputs(
         raise
     if progress and (routed := routed_tokens(model)):
         tqdm.write(summary_of(routed), file=sys.stderr)
-
-
-def _warn_of_nonfinite(conversion: Conversion) -> None:
-    """Warn of linears and experts some of whose inputs were not finite."""
-    names = [name for name, each in conversion.observed.items() if each.activation_nonfinite > 0]
-    if names:
-        warn_user(
-            f"some inputs of {', '.join(names)} were NaN or infinite and were ignored in the calibration: check "
-            "the batches"
-        )

@@ -144,7 +144,7 @@ class _Readers(TorchFunctionMode):
         self.outputs.clear()
 
     def _on_norm(self, norm: nn.Module, arguments: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.shape[-1] == _width(norm):
+        if isinstance(output, Tensor) and output.shape[-1] == norm.weight.numel():  # type: ignore[operator,union-attr]
             self.outputs[id(output)] = norm, output
 
     def __torch_function__(
@@ -179,12 +179,6 @@ def _is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__ and isinstance(weight, nn.Parameter) and weight.dim() == 1
 
 
-def _width(norm: nn.Module) -> int:
-    weight = norm.weight
-    assert isinstance(weight, nn.Parameter)
-    return weight.numel()
-
-
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
@@ -198,8 +192,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 def _fold(fold: Fold, counted: Sequence[nn.Linear], hessian: Tensor, spec: QuantizeSpec) -> bool:
     """Find the best exponent and apply it. Return whether scales can be folded into the norm."""
     norm = fold.norm[1]
-    width = _width(norm)
-    root_mean_square = hessian.diagonal()[:width].sqrt()
+    root_mean_square = hessian.diagonal()[: norm.weight.numel()].sqrt()  # type: ignore[operator,union-attr]
     largest = root_mean_square.amax()
     if not largest > 0:
         return False

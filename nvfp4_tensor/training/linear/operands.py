@@ -60,7 +60,8 @@ def quantize_operand(
     op = torch.ops.nvfp4.quantize_rows if spec.row_scaled else torch.ops.nvfp4.quantize
     amaxes: Sequence[Tensor | None] = [amax] * len(tiles)
     if sharding.is_sharded and spec.row_scaled:
-        amaxes = _row_amaxes(x, spec, sharding, [len(tile.x) for tile in tiles])
+        rows = all_reduce_amax(reference.row_amax(x, spec.hadamard_sign), (sharding.columns,))  # of all that share them
+        amaxes = rows.split([len(tile.x) for tile in tiles]) if sharding.split_dim == 0 else [rows] * len(tiles)
     elif sharding.is_sharded and amax is None:
         own = [own_amax(tile.x, spec, rng_state, tile.col0) for tile in tiles]
         amaxes = [agree_on_amax(torch.stack(own).amax().view(1), x, sharding)[0]] * len(tiles)
@@ -80,12 +81,6 @@ def decode_operand(
         columns = x.shape[-1] if spec.rotation is None else codes.columns
         return Decoded(decode_values(codes, columns)[0], codes.per_tensor_scale)
     return Decoded(*torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16))
-
-
-def _row_amaxes(x: Tensor, spec: QuantizeSpec, sharding: MatrixSharding, tile_rows: list[int]) -> Sequence[Tensor]:
-    """Return the amaxes of the rows of each tile, over the ranks that share these rows."""
-    amax = all_reduce_amax(reference.row_amax(x, spec.hadamard_sign), (sharding.columns,))
-    return amax.split(tile_rows) if sharding.split_dim == 0 else [amax] * len(tile_rows)
 
 
 # --- an operand and its transpose ------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def diagnose(model: nn.Module) -> Iterator[Report]:
     generator = torch.Generator().manual_seed(0)
     handles = []
     for name, linear in training_linears(model).items():
-        handles.append(linear.register_forward_hook(_Observer(name, report, generator)))
+        handles.append(linear.register_forward_hook(_observer(name, report, generator)))
     try:
         yield report
     finally:
@@ -159,25 +160,24 @@ def diagnose(model: nn.Module) -> Iterator[Report]:
             handle.remove()
 
 
-class _Observer:
-    """The forward hook of one linear, which registers a hook on y to get dy."""
+def _observer(name: str, report: Report, generator: torch.Generator) -> Callable[[nn.Module, Any, Tensor], None]:
+    """Return the forward hook of one linear, which registers a hook on y to get dy."""
+    steps = itertools.count()
 
-    def __init__(self, name: str, report: Report, generator: torch.Generator) -> None:
-        self.name, self.report, self.generator, self.step = name, report, generator, 0
-
-    def __call__(self, linear: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+    def observe(linear: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
         assert isinstance(linear, NVFP4TrainingLinear)
         if not y.requires_grad:
             return
         x = apply_autocast(args[0].detach()).reshape(-1, linear.in_features)
 
         def of_gradient(dy: Tensor) -> None:
-            rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), generator=self.generator).to(x.device)
+            rng_state = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator).to(x.device)
             facts = _facts(linear, x, dy.detach().reshape(-1, linear.out_features), rng_state)
-            self.report.records.append(Record(self.name, self.step, **facts))
-            self.step += 1
+            report.records.append(Record(name, next(steps), **facts))
 
         y.register_hook(of_gradient)
+
+    return observe
 
 
 @torch.no_grad()
@@ -195,13 +195,9 @@ def _facts(linear: NVFP4TrainingLinear, x: Tensor, dy: Tensor, rng_state: Tensor
         exact = dy.float().t() @ x.float()
         dy_t = _rounded(dy.t(), recipe.dy_t, rng_state, DY_T_STREAM)
         x_t = _rounded(x.t(), recipe.x_t, rng_state, X_T_STREAM)
-        facts["signal"] = _norm_ratio(exact, dy_t @ x_t.t() - exact)
+        noise = float((dy_t @ x_t.t() - exact).norm())
+        facts["signal"] = float(exact.norm()) / noise if noise else math.inf
     return facts
-
-
-def _norm_ratio(a: Tensor, b: Tensor) -> float:
-    divisor = float(b.norm())
-    return float(a.norm()) / divisor if divisor else math.inf
 
 
 def _rounded(x: Tensor, spec: QuantizeSpec | None, rng_state: Tensor, stream: int) -> Tensor:

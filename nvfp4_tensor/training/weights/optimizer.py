@@ -220,24 +220,19 @@ def to_nvfp4_parameters(
     """
 
     def trains(module: nn.Module, name: str) -> bool:
-        if filter_fn is not None:
-            return filter_fn(module, name)
-        return (
-            isinstance(module, nn.Linear)
-            and not isinstance(module.weight, NVFP4Tensor)
-            and (module.weight.requires_grad)
-        )
+        is_dense = isinstance(module, nn.Linear) and not isinstance(module.weight, NVFP4Tensor)
+        return is_dense and module.weight.requires_grad
 
+    chosen = trains if filter_fn is None else filter_fn
     config = NVFP4WeightOnlyConfig(weight_spec=spec if spec is not None else QuantizeSpec())
-    selected = [module for name, module in model.named_modules() if trains(module, name)]
+    selected = [module for name, module in model.named_modules() if chosen(module, name)]
     if not selected:
         is_done = any(isinstance(getattr(module, "weight", None), NVFP4Tensor) for module in model.modules())
         why = "its linears are NVFP4 already, or filter_fn leaves them out" if is_done else "pass another filter_fn"
         raise ValueError(f"no linear of {type(model).__name__} was selected: {why}")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*still train in NVFP4")  # the others may train on by a recipe
-        quantize_(model, config, filter_fn=trains)
-    for module in model.modules():
-        if any(module is one for one in selected):
-            module.weight.requires_grad_()  # type: ignore[union-attr,operator]
+        quantize_(model, config, filter_fn=chosen)
+    for module in selected:
+        module.weight.requires_grad_()  # type: ignore[union-attr,operator]
     return model
