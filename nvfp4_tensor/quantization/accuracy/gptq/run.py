@@ -197,7 +197,7 @@ def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
     chosen = {
         module: name
         for name, module in model.named_modules()
-        if (is_quantizable(module) if filter_fn is None else filter_fn(module, name))
+        if (is_linear(module) or _expert_weights(module) if filter_fn is None else filter_fn(module, name))
     }
     refuse_shards(model, chosen)
     targets = [target for module, name in chosen.items() for target in _targets_of(name, as_linear(module))]
@@ -213,11 +213,6 @@ def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
     return [target for target in targets if target.name not in shared]
 
 
-def is_quantizable(module: nn.Module) -> bool:
-    """Return whether the module is a linear or has the weights of experts."""
-    return is_linear(module) or bool(_expert_weights(module))
-
-
 def _expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
     if isinstance(module, nn.modules.conv._ConvNd):
         return {}
@@ -227,10 +222,10 @@ def _expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _targets_of(name: str, module: nn.Module) -> Iterator[WeightRef]:
     prefix = f"{name}." if name else ""
-    if isinstance(module, nn.Linear) or not is_quantizable(module):
+    experts = {} if isinstance(module, nn.Linear) else _expert_weights(module)
+    if not experts:
         yield WeightRef(f"{prefix}weight", module, "weight", quantizable(module).weight)
-        return
-    for attribute, parameter in _expert_weights(module).items():
+    for attribute, parameter in experts.items():
         if isinstance(parameter.data, NVFP4Tensor):
             raise ValueError(f"{prefix}{attribute} is NVFP4 already: start from the dense model")
         yield WeightRef(f"{prefix}{attribute}", module, attribute, parameter)
