@@ -257,7 +257,7 @@ class _Run:
         folder: Path | None,
     ) -> None:
         self.model, self.teacher, self.batches, self.config, self.folder = model, teacher, batches, config, folder
-        self.step, self.before = 0, 0.0
+        self.step, self.before, self.is_whole = 0, 0.0, True
         self._update: Step = self._update_by
         decay, betas = config.weight_decay, config.betas
         options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "weight_decay": decay}
@@ -303,7 +303,8 @@ class _Run:
                         self._save(self.before + time.monotonic() - start)
                         saved = time.monotonic()
         finally:
-            self._save(self.before + time.monotonic() - start)
+            if self.is_whole:  # a part of an update would be repeated; the folder keeps what was saved before
+                self._save(self.before + time.monotonic() - start)
         trained = self.measure()
         deployed = self._reload()
         if progress:
@@ -326,14 +327,16 @@ class _Run:
 
     def _take_step(self) -> float:
         count = self.config.batches_per_step
-        loss = self._update([self._batch(self.step * count + i) for i in range(count)]).item()
+        found = self._update([self._batch(self.step * count + i) for i in range(count)])
+        self.step += 1
+        self.is_whole = True
+        loss = found.item()
         if not math.isfinite(loss):
             self.folder = None  # which keeps what was finite
             raise RuntimeError(
-                f"the loss of step {self.step} is {loss}: look for NaN in the batches and the dense model, or lower "
-                f"learning_rate ({self.config.learning_rate:g})"
+                f"the loss of step {self.step - 1} is {loss}: look for NaN in the batches and the dense model, or "
+                f"lower learning_rate ({self.config.learning_rate:g})"
             )
-        self.step += 1
         return loss
 
     def _update_by(self, batches: Sequence[Any]) -> Tensor:
@@ -346,6 +349,7 @@ class _Run:
             part.backward()  # type: ignore[no-untyped-call]
             self.masters.take_gradients()
             losses.append(part.detach())
+        self.is_whole = False  # until the step is counted
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.masters.write()

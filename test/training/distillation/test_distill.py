@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from helpers.distillation import batches, dense_model, same_bits, trained, weights_of
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, quantize_model
 from nvfp4_tensor.quantization import gptq
@@ -100,6 +102,16 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(config, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         distill(model, batches(), config, steps=12, on_step=stop, folder=tmp_path, progress=False)
     assert same_bits(model, dense) and all(each.requires_grad for each in model.parameters())  # dense again
+    updates = itertools.count(6)
+
+    def stop_within(*_):  # between the optimizer's step and what follows from it
+        if next(updates) == 8:
+            raise KeyboardInterrupt
+
+    hook = register_optimizer_step_post_hook(stop_within)
+    with pytest.raises(KeyboardInterrupt):
+        distill(model, batches(), config, steps=12, folder=tmp_path, progress=False)
+    hook.remove()
     model, rest = trained(model, config, folder=tmp_path)
     assert seen + rest == losses
     assert same_bits(model, whole)
