@@ -1,6 +1,7 @@
 """save_pretrained writes ModelOpt's layout, byte for byte what checkpoints.save writes; it and others read it back."""
 
 import json
+import re
 
 import huggingface_hub
 import pytest
@@ -77,13 +78,9 @@ def test_bytes_are_those_of_checkpoints_save(llama, tmp_path, ids, tied):
     assert torch.equal(again(ids).logits, model(ids).logits)
     again.save_pretrained(tmp_path / "c")
     assert all(same_file(tmp_path / "a", tmp_path / "c", each) for each in ("model.safetensors", "config.json"))
-
-
-def test_in_shards(llama, tmp_path, ids):
-    model = from_pretrained(llama()[1])
-    model.save_pretrained(tmp_path / "a", max_shard_size="30KB")
-    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 2
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "a")(ids).logits, model(ids).logits)
+    again.save_pretrained(tmp_path / "shards", max_shard_size="30KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "shards")(ids).logits, model(ids).logits)
 
 
 @pytest.mark.filterwarnings("ignore:requantizing")
@@ -170,14 +167,6 @@ def test_dequantized_is_dense(llama, tmp_path):
         assert not dense.get_parameter(name).requires_grad
 
 
-def test_nan_is_warned_of(llama, tmp_path):
-    dense, folder = llama()
-    dense.model.layers[0].mlp.down_proj.weight.data[3, 17] = float("nan")
-    dense.save_pretrained(folder)
-    with pytest.warns(UserWarning, match=r"layers.0.mlp.down_proj.weight have NaN blocks: vLLM cannot load"):
-        from_pretrained(folder).save_pretrained(tmp_path / "a")
-
-
 class Tokenizer:
     def save_pretrained(self, folder):
         (folder / "tokenizer.json").write_text("{}")
@@ -185,6 +174,9 @@ class Tokenizer:
 
 def test_the_card_tells_what_was_done(llama, tmp_path):
     model = from_pretrained(llama()[1])
+    with pytest.raises(ValueError, match="upload_folder"):  # the card comes before the hub
+        nvfp4.save(model, tmp_path / "tiny", push_to_hub=True)
+    assert not (tmp_path / "tiny").exists()
     options = {"perplexity": {"NVFP4": 15.754, "bfloat16": 13.128}, "text": "Python's help", "base_model": "org/tiny"}
     nvfp4.save(model, tmp_path / "tiny", tokenizer=Tokenizer(), metadata={"license": "apache-2.0"}, **options)
     card = huggingface_hub.ModelCard.load(tmp_path / "tiny/README.md")
@@ -203,14 +195,13 @@ def test_the_card_tells_what_was_done(llama, tmp_path):
     assert "as in the checkpoint that it was loaded from" in content and "Not measured." in content
 
 
-def test_the_card_comes_before_the_hub(llama, tmp_path):
-    with pytest.raises(ValueError, match="upload_folder"):
-        nvfp4.save(from_pretrained(llama()[1]), tmp_path / "a", push_to_hub=True)
-    assert not (tmp_path / "a").exists()
-
-
-def test_fused_linears_of_which_a_part_is_dense_are_warned_of(llama, tmp_path):
-    dense = {"modules_to_not_convert": ["model.layers.0.self_attn.q_proj", "lm_head"]}
-    model = from_pretrained(llama()[1], settings=dense)
-    with pytest.warns(UserWarning, match=r"0.self_attn.q_proj.weight are dense, .* vLLM raises an error"):
+def test_what_vllm_cannot_load_is_warned_of(llama, tmp_path):
+    dense, folder = llama()
+    dense.model.layers[0].mlp.down_proj.weight.data[3, 17] = float("nan")
+    dense.save_pretrained(folder)
+    model = from_pretrained(folder, settings={"modules_to_not_convert": ["model.layers.0.self_attn.q_proj", "lm_head"]})
+    with pytest.warns(UserWarning) as caught:
         model.save_pretrained(tmp_path / "nvfp4")
+    said = "\n".join(str(each.message) for each in caught)
+    assert "layers.0.mlp.down_proj.weight have NaN blocks: vLLM cannot load" in said
+    assert re.search(r"0.self_attn.q_proj.weight are dense, .* vLLM raises an error", said)
