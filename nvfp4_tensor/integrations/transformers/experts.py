@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -60,11 +59,9 @@ def quantized_origins(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[st
     """Return the origins of the parameters that the checkpoint has in NVFP4, after a check of their shapes.
 
     Raises:
-        ValueError: a weight belongs to no parameter of its module, is joined with a dense one, or has another shape
-            than the model's parameter.
+        ValueError: a weight is joined with a dense one, or has another shape than the model's parameter.
     """
     origins = origins_in_model(model, checkpoint.entries, checkpoint, quantized=True)
-    check_placed(model, origins)
     known = model.state_dict()
     for target, origin in origins.items():
         if target not in known:
@@ -107,34 +104,6 @@ def missing_joins(model: PreTrainedModel, names: Iterable[str]) -> list[WeightCo
                 continue
             joins.append(WeightConverter(sources, f".{joined}.{kind}", operations=[Concatenate(dim=0)]))
     return joins
-
-
-def check_placed(model: PreTrainedModel, origins: Mapping[str, Origin]) -> None:
-    """Raise a ValueError for weights of a checkpoint that belong to a module of the model, but to no parameter of it.
-
-    transformers would leave the parameters of this module at random values, with a warning. Weights of modules that the
-    model does not have (an output layer, a vision tower, layers for prediction of several tokens) are left out.
-    """
-    known = model.state_dict()
-    for target in origins.keys() - known.keys():
-        path = target
-        while path := path.rpartition(".")[0]:
-            module = _submodule(model, path)
-            if module is None:
-                continue
-            if any(parameter is not None for parameter in module._parameters.values()):
-                raise ValueError(
-                    f"{origins[target].names[0]} of the checkpoint belongs to no parameter of {path}, a "
-                    f"{type(module).__name__}: its weights would keep random values. Load the dense model"
-                )
-            break
-
-
-def _submodule(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _origin(
