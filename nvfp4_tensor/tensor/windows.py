@@ -172,16 +172,12 @@ class Window(NamedTuple):
         return None
 
     def has_own_scales(self) -> bool:
-        """Return whether no element outside of this region shares a per-tensor scale with one inside."""
-        factor, numel = self.stored.per_tensor_scale, math.prod(self.size) * self.shape[-1]
-        if factor.dim() == 0:
-            return numel == self.stored.rows * self.stored.blocks
-        if factor.numel() == self.stored.rows:
-            starts = (self.offset, *(s for n, s in zip(self.size, self.stride, strict=True) if n > 1))
-            return self.columns == self.stored.columns and all(start % self.stored.blocks == 0 for start in starts)
-        each = self.stored.rows // factor.numel() * self.stored.blocks
-        matrices = self._matrices(each)
-        return matrices is not None and numel == (matrices[1] or 1) * each
+        """Return whether no element outside of this region, which does not overlap, shares a per-tensor scale with one
+        inside: it consists of complete ranges of blocks that share one."""
+        each = self.stored.rows // self.stored.per_tensor_scale.numel() * self.stored.blocks
+        inner = [(n, s) for n, s in zip(self.size, self.stride, strict=True) if n > 1 and s % each]
+        end = self.offset % each + sum((n - 1) * s for n, s in inner) + self.shape[-1]
+        return end <= each and math.prod(n for n, _ in inner) * self.shape[-1] == each
 
     def overlaps(self) -> bool:
         """Return whether two of its elements may be one stored element."""
