@@ -181,15 +181,6 @@ def test_reads_decode(read):
         assert torch.equal(got, expected) if isinstance(expected, torch.Tensor) else got == expected
 
 
-def test_inference_mode():
-    with torch.inference_mode():
-        t = quantize(torch.randn(64, 64))
-        for function in (lambda t: t.to(torch.bfloat16), lambda t: t.reshape(-1), lambda t: t.chunk(2)[0]):
-            assert torch.equal(function(t).dequantize(), function(t.dequantize()))
-    part = torch.inference_mode()(lambda t: t[16:])(matrix())
-    assert not part.is_inference()  # as a view of an ordinary tensor
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_to_what_it_decodes_to(dtype):
     t = matrix(dtype)

@@ -168,13 +168,6 @@ def test_a_join_of_static_scales_clips_nothing():
     assert torch.cat([q, k._replace(activation_amax=None)]).activation_amax is None
 
 
-def test_padding_by_rows_of_zeros():
-    t = quantize(torch.randn(5, 3, 40))
-    for pad in ([0, 0, 0, 2], [0, 0, 1, 0, 0, 4]):
-        padded = torch.nn.functional.pad(t, pad)
-        assert torch.equal(padded.dequantize(), torch.nn.functional.pad(t.dequantize(), pad))
-
-
 @pytest.mark.parametrize("view", [lambda t: t.mT, lambda t: t.mT[16:], lambda t: t[:, 5]], ids=["mT", "slice", "none"])
 def test_a_view_keeps_no_tensor_of_its_callers(view):
     """The first of the two orders that are tried fits none of them, and the last raises an error."""
@@ -206,11 +199,3 @@ def test_a_view_out_of_a_graph_or_into_one_is_a_view():
     torch.compile(lambda t: t.zero_(), fullgraph=True, backend="aot_eager")(part)
     before[1:19] = 0
     assert torch.equal(t.dequantize(), before)
-
-
-def test_rows_that_end_within_a_block():
-    t = matrix(40, 100)
-    blocks, dense = (x[:, :96].unflatten(-1, (6, 16)) for x in (t, t.dequantize()))
-    assert torch.equal(blocks.dequantize(), dense)
-    part = quantize(torch.randn(8, 64))[:, 16:40]
-    assert part.qdata.shape == (8, 16) and not part.qdata[:, 12:].any() and part.qdata[:, :12].any()

@@ -1,7 +1,5 @@
 """Which backend multiplies: by operands and the device's capability; and products of plain operands by each."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,7 @@ import torch.nn.functional as F
 from nvfp4_tensor import NVFP4Config, ProductBackend, QuantizeSpec, quantize, quantize_experts
 from nvfp4_tensor.matmul import backends, product
 from nvfp4_tensor.matmul.backends import FP8_ROWS, Backend
-from nvfp4_tensor.numerics.codes import Codes, Decoded
+from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.hadamard import float_hadamard, inverse_hadamard
 
 CAPABILITIES = [(0, 0), (8, 9), (9, 0), (10, 0)]
@@ -91,38 +89,6 @@ def test_a_pretended_capability_is_never_above_the_devices(pretended, expected, 
 
 
 # --- plain operands, of training -------------------------------------------------------------------------------------
-
-
-def codes_of(x):
-    t = quantize(x)
-    return Codes(t.qdata, t.scale, t.per_tensor_scale)
-
-
-def wide(operand):
-    if isinstance(operand, torch.Tensor):
-        return operand.double()
-    values, factor = product.decode_values(operand)
-    return values.double() * factor.double()
-
-
-def test_operands_in_codes_decoded_and_dense():
-    x, w, bias = dense(9, 48), dense(20, 48), dense(20)
-    lefts = x, codes_of(x), Decoded(*product.decode_values(codes_of(x)))
-    for a, b in itertools.product(lefts, (w, codes_of(w))):
-        if isinstance(a, Decoded) and not isinstance(b, Codes):
-            continue
-        for given in (None, bias):
-            y = product.multiply(a, b, torch.float32, given)
-            expected = wide(a) @ wide(b).t() + (0 if given is None else given.double())
-            rtol = 2**-7 if a is x and b is w else 1e-5  # dense operands multiply in their own dtype
-            torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=rtol * expected.abs().max().item())
-            assert y.dtype == torch.float32 and y.is_contiguous()
-    across, factor = dense(9, 20), torch.tensor(0.5)
-    for given in (None, factor):
-        y = product.multiply_across_blocks(across, given, codes_of(w), 41, torch.float32)
-        expected = (across.double() @ wide(codes_of(w)) * (1 if given is None else 0.5))[:, :41]
-        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
-    assert product.decode_values(codes_of(w), 41)[0].shape == (20, 41)
 
 
 @pytest.mark.parametrize("columns", [64, 50])

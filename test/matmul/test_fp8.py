@@ -181,16 +181,6 @@ def test_a_row_with_a_nan_or_a_zero_row(device):
     assert torch.equal(y[8:], plain[8:]) and torch.equal(y[:3], plain[:3])
 
 
-def test_gradients_are_those_of_w4a16(device):
-    w = quantize(torch.randn(48, 64, device=device))
-    upstream, grads = torch.randn(ROWS, 48, device=device), []
-    x = torch.randn(ROWS, 64, device=device, requires_grad=True)
-    bias = torch.randn(48, device=device, requires_grad=True)
-    for each in (w, w._replace(product_backend=ProductBackend.FP8)):
-        grads.append(torch.autograd.grad(F.linear(x, each, bias), (x, bias), upstream))
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-
-
 def test_weights_with_a_scale_per_row(device):
     w = torch.cat([quantize(torch.randn(32, 64, device=device) * s) for s in (0.1, 7.0)])
     assert w.per_tensor_scale.dim() == 1

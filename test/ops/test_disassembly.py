@@ -203,11 +203,8 @@ def early_accesses(function):
     "texts, early",
     [
         (["@P0 BRA 0x30", "ACQBULK", "EXIT", "@P1 BRA 0x50", "LDG.E R2", "ACQBULK", "STG.E R2", "EXIT"], ["LDG.E R2"]),
-        (["ACQBULK", "LDG.E R2", "EXIT"], []),
         (["@P0 ACQBULK", "LDG.E R2", "EXIT"], ["LDG.E R2"]),
-        (["@P0 EXIT", "STG.E R2", "ACQBULK", "EXIT"], ["STG.E R2"]),
         (["BRA P0, 0x30", "LDGSTS.E R2", "EXIT", "ACQBULK", "EXIT"], ["LDGSTS.E R2"]),
-        (["BRA.U UP0, 0x30", "REDG.E R2", "EXIT", "ACQBULK", "EXIT"], ["REDG.E R2"]),
         (["BRA 0x20", "UBLKCP R2", "ACQBULK", "UBLKCP R2", "EXIT"], []),
         (["BSSY B0, 0x30", "ACQBULK", "EXIT", "UTMALDG.2D R2", "EXIT"], ["UTMALDG.2D R2"]),
     ],

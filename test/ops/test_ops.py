@@ -1,7 +1,6 @@
 """The operators' contracts with PyTorch: schema, tags, shape inference, no gradient, randomness as data."""
 
 import functools
-import inspect
 from pathlib import Path
 
 import pytest
@@ -33,19 +32,6 @@ def test_every_op_has_a_golden_schema():
         assert str(op._schema) == schema
         seeded = [torch.Tag.nondeterministic_seeded] if name in ("draw_rng_state", "train_linear_forward") else []
         assert set(op.tags) == {torch.Tag.pt2_compliant_tag, *seeded}
-
-
-def test_a_fake_gets_its_arguments_by_name():
-    def signature(x, spec, row0=3, codes=True):
-        raise AssertionError
-
-    parameters = dict(inspect.signature(signature).parameters)
-    call = schemas._bind("op", lambda codes, spec, row0: (codes, spec, row0), parameters)
-    assert call("x", 1) == (True, 1, 3)
-    assert call("x", 1, 2) == (True, 1, 2)
-    assert call("x", 1, codes=False) == (False, 1, 3)
-    with pytest.raises(AssertionError, match="colour"):
-        schemas._bind("op", lambda colour: colour, parameters)
 
 
 def test_an_op_does_not_return_memory_without_values():

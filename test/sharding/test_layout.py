@@ -121,15 +121,6 @@ def test_a_sequence_is_gathered_only_where_inputs_have_one():
     assert GatheredShape.of(x, linear.sequence).leading == (3, 16)
 
 
-def test_shards_are_joined_along_the_sequence():
-    full = torch.arange(2 * 6 * 5).view(2, 6, 5)
-    shards = full.chunk(3, dim=1)
-    gathered = GatheredShape.of(shards[0], TokenSharding(on(0, 3), dim=1))
-    flattened = [shard.reshape(4, 5) for shard in shards]
-    assert torch.equal(gathered.join(flattened, 0), full.view(12, 5))
-    assert torch.equal(gathered.join([shard.t() for shard in flattened], 1), full.view(12, 5).t())
-
-
 # --- tiles -----------------------------------------------------------------------------------------------------------
 
 
