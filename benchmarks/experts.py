@@ -10,7 +10,6 @@ rows) as a share of the copy bandwidth; and TFLOP/s.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 
 import torch
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import Timing, Variant, seconds
-from nvfp4_tensor import QuantizeSpec
-
-NEAREST = QuantizeSpec().pack()
+from benchmarks.matmul import Layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,24 +34,6 @@ MODELS = {"mixtral": Model(8, 2, 14336, 4096), "deepseek": Model(64, 8, 2048, 71
 TOKENS = [1, 8, 64, 512, 4096]
 
 
-@dataclasses.dataclass(frozen=True)
-class Experts:
-    """The weights in bf16 (E, N, K) and, with the same values, in NVFP4."""
-
-    dense: Tensor
-    codes: Tensor
-    scale: Tensor
-    factor: Tensor
-
-    @classmethod
-    def random(cls, model: Model, device: torch.device) -> Experts:
-        generator = torch.Generator(device).manual_seed(0)
-        shape = (model.experts, model.rows, model.columns)
-        dense = torch.empty(shape, device=device, dtype=torch.bfloat16).normal_(generator=generator)
-        codes, scale, factor = torch.ops.nvfp4.quantize(dense, torch.ops.nvfp4.amax(dense, -1), None, NEAREST)
-        return cls(dense, codes, scale, factor.expand(model.experts, 1).contiguous())
-
-
 def group_ends(model: Model, tokens: int, skewed: bool, device: torch.device) -> Tensor:
     """Return where each expert's rows end, int32 (E,), for tokens that each use ``top`` different experts."""
     generator = torch.Generator().manual_seed(tokens)
@@ -63,13 +42,14 @@ def group_ends(model: Model, tokens: int, skewed: bool, device: torch.device) ->
     return torch.bincount(taken, minlength=model.experts).cumsum(0).to(torch.int32).to(device)
 
 
-def variants(model: Model, weights: Experts, tokens: int, offs: Tensor) -> list[Variant]:
+def variants(model: Model, weights: Layer, tokens: int, offs: Tensor) -> list[Variant]:
     rows = tokens * model.top
     x = torch.randn(rows, model.columns, device=weights.dense.device).bfloat16()
     active = int(torch.diff(offs, prepend=offs.new_zeros(1)).count_nonzero())
     dense_moved = 2 * (active * model.rows * model.columns + rows * (model.rows + model.columns))
     moved = dense_moved - active * model.rows * model.columns * 23 // 16  # 4.5 bits an element instead of 16
-    arguments = None, weights.codes, weights.scale, weights.factor, offs, x.dtype
+    factor = weights.factor.expand(model.experts, 1).contiguous()
+    arguments = None, weights.codes, weights.scale, factor, offs, x.dtype
     return [
         Variant(f"bf16 {tokens}", lambda: torch._grouped_mm(x, weights.dense.mT, offs=offs), dense_moved),
         Variant(f"nvfp4 {tokens}", lambda: torch.ops.nvfp4.grouped_linear(x, *arguments), moved),
@@ -95,14 +75,12 @@ def show(report: harness.Report, model: Model, groups: dict[int, Tensor], timing
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--shrink", type=int, default=1, help="divide rows and columns by this, for a try")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--skewed", action="store_true", help="all tokens to the same experts")
     parser.add_argument("--repeats", type=int, default=25, help="timed runs of each variant")
-    parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     content, report = harness.record(device, repeats=arguments.repeats, runs=[]), harness.Report()
@@ -111,7 +89,7 @@ def main() -> None:
     for name in arguments.models:
         rows, columns = (size // arguments.shrink for size in (MODELS[name].rows, MODELS[name].columns))
         model = dataclasses.replace(MODELS[name], rows=rows, columns=columns)
-        weights = Experts.random(model, device)
+        weights = Layer.random((model.experts, rows, columns), device)
         groups = {tokens: group_ends(model, tokens, arguments.skewed, device) for tokens in arguments.tokens}
         timed = [v for tokens, offs in groups.items() for v in variants(model, weights, tokens, offs)]
         timings = harness.measure(timed, device, repeats=arguments.repeats)

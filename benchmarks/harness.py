@@ -50,6 +50,15 @@ def shape(text: str) -> tuple[int, int]:
     return rows, columns
 
 
+def parser(doc: str | None, *, device: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with what all benchmarks take: --out, and --device unless they are of a CPU."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if device:
+        made.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    made.add_argument("--out", type=Path, help="folder of the results (default: benchmarks/results)")
+    return made
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """Something to time: run() does the work once; moved is the minimal number of bytes read and written."""

@@ -22,11 +22,11 @@ rows of a gradient (M, N) times w.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import math
 import statistics
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ CHAIN_BYTES = 256 << 20  # of NVFP4 weights, over four times the 60 MB of an H20
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One weight in bf16 (N, K) and, with the same values, in NVFP4."""
+    """One weight in bf16 (N, K), or experts (E, N, K), and, with the same values, in NVFP4."""
 
     dense: Tensor
     codes: Tensor
@@ -61,9 +61,9 @@ class Layer:
     factor: Tensor
 
     @classmethod
-    def random(cls, rows: int, columns: int, device: torch.device, seed: int = 0) -> Layer:
+    def random(cls, shape: Sequence[int], device: torch.device, seed: int = 0) -> Layer:
         generator = torch.Generator(device).manual_seed(seed)
-        dense = torch.randn(rows, columns, device=device, generator=generator).bfloat16()
+        dense = torch.empty(*shape, device=device, dtype=torch.bfloat16).normal_(generator=generator)
         return cls(dense, *torch.ops.nvfp4.quantize(dense, torch.ops.nvfp4.amax(dense, -1), None, NEAREST))
 
     def product(self, x: Tensor, x_scale: Tensor | None = None, transposed: bool = False) -> Tensor:
@@ -142,7 +142,7 @@ def show(
 
 def host_times(report: harness.Report, device: torch.device, wanted: list[str], rounds: int) -> dict[str, float]:
     """Return host seconds per eager call: a small product of each way except W4A4, and F.linear on the tensor."""
-    layer = Layer.random(1024, 1024, device)
+    layer = Layer.random((1024, 1024), device)
     xs = [torch.randn(m, 1024, device=device).bfloat16() for m in (1, 64)]
     products = ways(report, [layer], xs, wanted)
     runs = {
@@ -179,8 +179,7 @@ def chain_length(rows: int, columns: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = harness.parser(__doc__)
     parser.add_argument("--shapes", type=harness.shape, nargs="+", help="N x K of the weights")
     parser.add_argument("--published", action="store_true", help="20 weights of published models")
     parser.add_argument("--gradients", action="store_true", help="gradients (M, N) times w instead")
@@ -189,7 +188,6 @@ def main() -> None:
     parser.add_argument("--chain", type=at_least_1, help="weights of a chain (default: 256 MB on CUDA, none on CPU)")
     parser.add_argument("--peers", nargs="*", choices=peers.PRODUCTS, default=list(peers.PRODUCTS), help="default: all")
     parser.add_argument("--repeats", type=at_least_1, help="timed runs of each (default: 25 on CUDA, 5 on CPU)")
-    parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     repeats = arguments.repeats or (25 if device.type == "cuda" else 5)
@@ -200,7 +198,7 @@ def main() -> None:
     wanted = arguments.peers
     for rows, columns in arguments.shapes or (PUBLISHED if arguments.published else SHAPES[device.type]):
         length = arguments.chain or (chain_length(rows, columns) if device.type == "cuda" else 1)
-        layers = [Layer.random(rows, columns, device, seed) for seed in range(length)]
+        layers = [Layer.random((rows, columns), device, seed) for seed in range(length)]
         xs = [torch.randn(m, rows if arguments.gradients else columns, device=device).bfloat16() for m in ms]
         report(f"\n{rows}x{columns}")
         products = ways_backward(layers) if arguments.gradients else ways(report, layers, xs, wanted)

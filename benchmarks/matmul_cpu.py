@@ -10,7 +10,6 @@ among them removes weights from the caches.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 from typing import NamedTuple
@@ -90,7 +89,7 @@ def cases_of(shapes: list[tuple[int, int]] | None, rows: list[int] | None) -> li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, device=False)
     parser.add_argument(
         "--shapes", type=harness.shape, nargs="+", help="N x K (default: 4096x4096 and SmolLM2-135M's layers)"
     )
@@ -98,7 +97,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--sets", nargs="+", default=[], help="instruction sets (default: the best of this machine)")
     parser.add_argument("--repeats", type=int, default=25, help="timed runs of each variant")
-    parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     native.set_instruction_set("")
     sets = arguments.sets or [native.instruction_set()]

@@ -253,13 +253,11 @@ def shape(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = harness.parser(__doc__)
     parser.add_argument("--shapes", type=shape, nargs="+", help="default: 16384x16384 on CUDA, 4096x4096 on CPU")
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--repeats", type=int, help="timed runs of each variant (default: 50 on CUDA, 9 on CPU)")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS, help="default: all")
-    parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     repeats = arguments.repeats or (50 if device.type == "cuda" else 9)

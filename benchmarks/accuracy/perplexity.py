@@ -15,7 +15,6 @@ do to one model is not in it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig as TorchaoWeightOnlyConfig
 from torchao.quantization import quantize_
 
+from benchmarks import harness
 from benchmarks.accuracy import llama_rows
 from benchmarks.accuracy.subjects import Evaluation, open_subject, peak_gb, text_cells, text_heads
 from benchmarks.accuracy.texts import WINDOW, calibration_batches
@@ -175,14 +175,12 @@ def report(rows: Sequence[dict[str, Any]], label: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="by default those that the result file has not")
     parser.add_argument("--model", type=Path, help="a folder of benchmarks.accuracy.own_model, instead of SmolLM2")
     parser.add_argument("--texts", nargs="+", help="to judge on, by default all that need no generation")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each text (%(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--budget", type=float, help="seconds after which no row starts")
-    parser.add_argument("--out", type=Path, help="of results, instead of benchmarks/results")
     options = parser.parse_args()
     start, device, subject = time.perf_counter(), torch.device(options.device), open_subject(options.model)
     subject.model.to(device)

@@ -33,6 +33,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from benchmarks import harness
 from benchmarks.accuracy.graph_trainer import GraphTrainer
 from benchmarks.accuracy.recipe_table import VARIANTS, table
 from benchmarks.harness import at_least, commit, record, result_path, save
@@ -229,7 +230,7 @@ def study(options: argparse.Namespace, settings: Settings, path: Path) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     on_cuda = torch.cuda.is_available()
     parser.add_argument("--seeds", type=at_least(1), default=3)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="VARIANT")
@@ -242,10 +243,8 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--model", help="a folder of benchmarks.accuracy.own_model to go on from")
     parser.add_argument("--branch", type=float, default=0.0, help="the part of the steps that recipes train")
-    parser.add_argument("--device", default="cuda" if on_cuda else "cpu")
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_path("purelib")), help="where the texts are")
     parser.add_argument("--limit", type=at_least(1), default=64_000_000, help="bytes of each text")
-    parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     options = parser.parse_args()
     fields = ("size", "steps", "batch", "length", "learning_rate", "device")
     settings = Settings(**{field: getattr(options, field) for field in fields})

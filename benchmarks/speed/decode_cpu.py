@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import quantize_
 
+from benchmarks import harness
 from benchmarks.harness import Report, at_least, record, result_path, save, table
 from benchmarks.speed.stock_llama import SHAPES, Clock, stock_llama
 from nvfp4_cli.demo.model import load_model
@@ -243,12 +244,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__, device=False)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["smollm2", "llama-1b"])
     parser.add_argument("--threads", type=at_least(1), nargs="+", default=[2])
     parser.add_argument("--tokens", type=at_least(2), default=32, help="tokens written, the first by prefill")
     parser.add_argument("--rounds", type=at_least(1), default=7)
-    parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     arguments = parser.parse_args()
     version = importlib.metadata.version("llama_cpp_python")
     device, report = torch.device("cpu"), Report()

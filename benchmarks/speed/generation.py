@@ -374,9 +374,8 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     on_cuda = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if on_cuda else "cpu")
     parser.add_argument("--model", choices=SHAPES, default="llama-8b" if on_cuda else "smollm2")
     parser.add_argument("--layers", type=at_least(1), help="layers instead of the model's")
     parser.add_argument("--weights", nargs="*", choices=WEIGHTS, default=list(WEIGHTS), metavar="WEIGHTS")
@@ -388,7 +387,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--budget", type=float, help="seconds after which no further contender is set up")
     parser.add_argument("--eager", action="store_true", help="do not compile the Llama of the graph")
-    parser.add_argument("--out", help="folder of the results (default: benchmarks/results)")
     return parser.parse_args()
 
 

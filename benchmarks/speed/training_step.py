@@ -14,7 +14,6 @@ is that of an eager step of a linear so small that the device does not matter.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import harness
 from benchmarks.harness import (
     COPY,
     Report,
@@ -280,12 +280,10 @@ def parts_table(taken: list[dict], n: int, k: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
+    parser = harness.parser(__doc__)
     parser.add_argument("--tokens", type=int, help="default: 8,192, on a CPU 2,048")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=DEFAULT)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", help="folder of the results")
     options = parser.parse_args()
     device, report = torch.device(options.device), Report()
     on_cpu = device.type == "cpu"

@@ -57,7 +57,7 @@ def test_products(run, device: str) -> None:
             assert row["bf16"]["moved"] == products * (128 * 64 * 2 + 2 * m * (128 + 64))
             for way in ("nvfp4", "w4a4"):
                 assert row["ratio"][way] == pytest.approx(row["bf16"]["median"] / row[way]["median"])
-    layer, g = matmul.Layer.random(128, 64, torch.device(device)), torch.randn(8, 128, device=device).bfloat16()
+    layer, g = matmul.Layer.random((128, 64), torch.device(device)), torch.randn(8, 128, device=device).bfloat16()
     w = reference.dequantize(layer.codes, layer.scale, layer.factor, 64, torch.float32)
     torch.testing.assert_close(layer.product(g, transposed=True).float(), g.float() @ w, rtol=2**-7, atol=1e-3)
     for rows, columns in matmul.SHAPES["cuda"]:  # a chain is larger than an H200's L2, four times over
@@ -84,7 +84,7 @@ def test_experts(run) -> None:
 
 def test_peers_that_multiply_wrongly_or_raise_are_left_out_by_name() -> None:
     layer, report, x = (
-        matmul.Layer.random(64, 128, torch.device("cpu")),
+        matmul.Layer.random((64, 128), torch.device("cpu")),
         harness.Report(),
         torch.randn(3, 128).bfloat16(),
     )
@@ -119,7 +119,7 @@ def test_peers_that_multiply_wrongly_or_raise_are_left_out_by_name() -> None:
 def test_a_peer_multiplies_on_the_gpu(peer: str) -> None:
     """Where it is installed its product is right, which is what the benchmark demands of it before timing it."""
     pytest.importorskip(peer)
-    layers = [matmul.Layer.random(512, 1024, torch.device("cuda"), seed) for seed in range(2)]
+    layers = [matmul.Layer.random((512, 1024), torch.device("cuda"), seed) for seed in range(2)]
     x, report = torch.randn(17, 1024, device="cuda").bfloat16(), harness.Report()
     found = peers.products(report, {peer: peers.PRODUCTS[peer]}, [layer.weight() for layer in layers], [x])
     assert not report.lines
