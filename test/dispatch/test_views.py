@@ -199,3 +199,11 @@ def test_a_view_out_of_a_graph_or_into_one_is_a_view():
     torch.compile(lambda t: t.zero_(), fullgraph=True, backend="aot_eager")(part)
     before[1:19] = 0
     assert torch.equal(t.dequantize(), before)
+
+
+def test_rows_that_end_within_a_block():
+    t = matrix(40, 100)
+    blocks, dense = (x[:, :96].unflatten(-1, (6, 16)) for x in (t, t.dequantize()))
+    assert torch.equal(blocks.dequantize(), dense)
+    part = quantize(torch.randn(8, 64))[:, 16:40]
+    assert part.qdata.shape == (8, 16) and not part.qdata[:, 12:].any() and part.qdata[:, :12].any()
