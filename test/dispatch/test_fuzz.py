@@ -248,7 +248,8 @@ class Pool:
             mirror.mul_(2)
             return
         if kind < 0.2 and dense.dim() > 1 and len(dense) > 2:
-            name, act, expected, where = "of itself", lambda: t[:-1].copy_(t[1:]), dense[1:].clone(), where[:-1]
+            to, source = self.rng.sample([slice(1, None), slice(-1)], 2)
+            name, act, expected, where = "of itself", lambda: t[to].copy_(t[source]), dense[source].clone(), where[to]
         else:
             try:
                 name, act, expected = self.draw_write(t, dense)
