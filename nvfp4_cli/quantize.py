@@ -66,8 +66,12 @@ class _Quantize(click.Command):
 @click.option("--minutes", type=options.Finite(0, min_open=True), help="With --distill: of training; 10 by default.")
 @click.option(
     "--tokens", type=click.IntRange(2),
-    help="Tokens of TEXT to use: 4096 by default; with --distill 10 million, or 65536 of the model's own.",
+    help="Tokens of TEXT to use: 4096 by default; with --distill 10 million, or of the model's own 65536, on a GPU "
+    "1048576.",
 )  # fmt: skip
+@click.option(
+    "--compile", "compile_", is_flag=True, help="With --distill: compile the model's blocks by torch.compile."
+)
 @click.option("--seed", default=0, show_default=True, type=options.SEED, help="Seed of stochastic rounding.")
 @options.of_format
 @options.quiet
@@ -98,13 +102,14 @@ def quantize(src: Path, dst: Path, to: str, json_: bool, **given: Any) -> None:
 
 def _check_together(
     *, calibrate: Path | None, gptq: bool, weighted: bool, bits: float | None, w4a16: bool, four_over_six: str | None,
-    scale_search: bool, round_mode: str, distill: Path | str | None, minutes: float | None, **others: Any,
+    scale_search: bool, round_mode: str, distill: Path | str | None, minutes: float | None,
+    compile_: bool, **others: Any,
 ) -> None:  # fmt: skip
     wrong = {
         f"--distill rounds to nearest: leave out --round-mode {round_mode}": distill and round_mode != "rne",
         "--distill finds scales and weights itself: leave out --calibrate, --gptq, --weighted and --bits":
             distill and (calibrate or gptq or weighted or bits),
-        "--minutes is the time of --distill TEXT: give that too": minutes and not distill,
+        "--minutes and --compile are for --distill TEXT: give that too": (minutes or compile_) and not distill,
         f"--gptq rounds to nearest: leave out --round-mode {round_mode}": gptq and round_mode != "rne",
         "--scale-search has the choices of --four-over-six and more: give one of them": scale_search and four_over_six,
         "--gptq needs sample text: give --calibrate TEXT too": gptq and not calibrate,
@@ -123,8 +128,8 @@ def _check_together(
 def run(
     src: Path, dst: Path, *, to: str, round_mode: str, four_over_six: str | None, scale_search: bool, w4a16: bool,
     exclude: Sequence[str], include: Sequence[str], head: bool, calibrate: Path | None, gptq: bool, weighted: bool,
-    bits: float | None, distill: Path | str | None, minutes: float | None, tokens: int | None, seed: int,
-    progress: bool, of_format: Mapping[str, Any],
+    bits: float | None, distill: Path | str | None, minutes: float | None, compile_: bool,
+    tokens: int | None, seed: int, progress: bool, of_format: Mapping[str, Any],
 ) -> Written:  # fmt: skip
     """Quantize ``src`` into ``dst``; the arguments are the options of the command."""
     from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
@@ -150,8 +155,9 @@ def run(
         batches = training_batches(model, distill, src, tokens, progress=progress)
         state = dst.with_name(f"{dst.name}.distill")  # from which an interrupted run resumes
         fitting.fit_by_distillation(
-            model, batches, spec, chosen, w4a16=w4a16, minutes=minutes or 10.0, folder=state, progress=progress
-        )
+            model, batches, spec, chosen, w4a16=w4a16, minutes=minutes or 10.0, compile=compile_, folder=state,
+            progress=progress,
+        )  # fmt: skip
         fitting.write_fitted(source, model, dst, to=to, head=head, progress=progress, **of_format)
         shutil.rmtree(state)
         dense, written = (
@@ -206,10 +212,11 @@ def training_batches(model: Any, text: Path | str, src: Path, tokens: int | None
         tokenizer = None
         with contextlib.suppress(ValueError):  # without one it writes no conversations
             tokenizer = open_tokenizer(src)
-        steps = WINDOW - 1 if getattr(tokenizer, "chat_template", None) is None else None  # of messages: not known
-        with tqdm(total=steps, desc="writing text", unit="token", disable=not progress) as bar:
+        tokens = tokens or (1 << 20 if on_gpu else 1 << 16)
+        known = tokens <= 1 << 16 and getattr(tokenizer, "chat_template", None) is None
+        with tqdm(total=WINDOW - 1 if known else None, desc="writing text", unit="token", disable=not progress) as bar:
             hook = model.register_forward_hook(lambda *_: bar.update() and None)
-            windows = generate_calibration_text(model, tokens or 1 << 16, window=WINDOW, tokenizer=tokenizer)
+            windows = generate_calibration_text(model, tokens, window=WINDOW, tokenizer=tokenizer)
             hook.remove()
         return list(torch.cat(windows).split(count))
     ids = read_tokens(Path(text), open_tokenizer(src), tokens or 10_000_000)

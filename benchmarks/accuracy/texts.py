@@ -106,14 +106,12 @@ def chat_tokens(model: Any, tokenizer: Any, count: int) -> Tensor:
     return found.flatten().cpu()[:count]
 
 
-def written_tokens(model: Any, tokenizer: Any, count: int, at_once: int = 512) -> Tensor:
+def written_tokens(model: Any, tokenizer: Any, count: int) -> Tensor:
     """Text and conversations that the dense model writes, by :func:`generate_calibration_text`, int64 (count,)."""
     model = decode_natively(copy.deepcopy(model)) if next(model.parameters()).is_cuda else model
-    found: list[Tensor] = []
-    while len(found) * WINDOW < count:
-        size = min(at_once * WINDOW, count - len(found) * WINDOW)
-        found += generate_calibration_text(model, size, window=WINDOW, seed=1 + len(found), tokenizer=tokenizer)
-    return torch.cat(found).flatten().cpu()[:count]
+    return (
+        torch.cat(generate_calibration_text(model, count, window=WINDOW, seed=1, tokenizer=tokenizer)).flatten().cpu()
+    )
 
 
 # --- 13 tokens in a row ----------------------------------------------------------------------------------------------

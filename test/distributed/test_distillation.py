@@ -57,5 +57,9 @@ def test_shards_train_the_codes_of_one_rank(nvfp4_masters, tmp_path):
     for (name, one), other in zip(alone.named_parameters(), sharded.parameters(), strict=True):
         torch.testing.assert_close(whole(other.detach()), whole(one.detach()), rtol=0, atol=0, msg=name)
         assert not torch.equal(whole(one.detach()), before[name]), name
-    with pytest.raises(ValueError, match="ranks do not end after the same time: give steps"):
-        distill(sharded, own, config, teacher=teacher, minutes=1, progress=False)
+    for refused, more, why in [
+        (config, {"minutes": 1}, "give steps"),
+        (DistillConfig(compile=True), {}, "one process"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            distill(sharded, own, refused, teacher=teacher, progress=False, **more)

@@ -181,7 +181,8 @@ def test_distill_writes_what_it_trained(source, flags, dense, text, tmp_path, ru
         ("--round-mode", "zero"): "rounds to nearest",
     }.items():
         assert why in run("quantize", dense, folder, *none, *more, status=2)
-    assert "is the time of --distill" in run("quantize", dense, folder, "--minutes", 1, status=2)
+    for alone in (("--minutes", 1), ("--compile",)):
+        assert "are for --distill TEXT" in run("quantize", dense, folder, *alone, status=2)
 
 
 def test_distill_shows_its_progress(dense, tmp_path, monkeypatch, capsys):

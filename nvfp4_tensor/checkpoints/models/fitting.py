@@ -125,11 +125,11 @@ def fit_by_scale_search(
 
 def fit_by_distillation(
     model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, chosen: Chosen, *, w4a16: bool, minutes: float,
-    folder: Path, progress: bool = True,
+    compile: bool, folder: Path, progress: bool = True,
 ) -> None:  # fmt: skip
     """Quantize a model in place, to W4A16 or to W4A4 with static scales, and train it to give the dense logits."""
     base = (NVFP4WeightOnlyConfig if w4a16 else NVFP4Config)(weight_spec=spec)
-    config = DistillConfig(base_config=base, static=not w4a16)
+    config = DistillConfig(base_config=base, static=not w4a16, compile=compile)
     distill(model, _inputs(batches), config, minutes=minutes, filter_fn=chosen, folder=folder, progress=progress)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from nvfp4_tensor.quantization.accuracy.gptq.stages import in_eval_mode
 
+_AT_ONCE = 256
+"""Windows that are written together, which bounds the memory of their cache."""
 _MESSAGE_TOKENS = 64
 """The most tokens of a message that the model writes as the user."""
 
@@ -51,9 +53,10 @@ def generate_calibration_text(
     with in_eval_mode(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         first = torch.randint(config.get_text_config().vocab_size, (count - conversations, 1))
-        found = _go_on(model, first.tolist(), window)
-        if conversations:
-            found += _go_on(model, _openings(model, tokenizer, conversations), window)
+        found = [each for part in first.split(_AT_ONCE) for each in _go_on(model, part.tolist(), window)]
+        for start in range(0, conversations, _AT_ONCE):
+            openings = _openings(model, tokenizer, min(conversations - start, _AT_ONCE))
+            found += _go_on(model, openings, window)
     return found
 
 

@@ -103,7 +103,8 @@ def distill(
 
     Raises:
         TypeError: config, batches or what the model returns has another type.
-        ValueError: no batches, a quantized model without a teacher, nothing to train, or a folder of another run.
+        ValueError: no batches, a quantized model without a teacher, nothing to train, a folder of another run, or
+            ``compile`` on several ranks.
         RuntimeError: the loss is not finite.
 
     Example::
@@ -119,6 +120,8 @@ def distill(
     batches = list(batches)
     if not batches:
         raise ValueError("distill needs inputs of the model: give at least one batch")
+    if config.compile and _has_ranks():
+        raise ValueError("compile=True is for one process: compile the blocks of models yourself, before fully_shard")
     _reshard(model)
     length = _length(steps, minutes, -(-len(batches) // config.batches_per_step))
     coded = any(is_coded(each) for each in model.parameters())
@@ -147,6 +150,10 @@ def _reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def _has_ranks() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
 def _length(steps: int | None, minutes: float | None, one_pass: int) -> float:
     if steps is not None and (not isinstance(steps, int) or steps < 1):
         raise ValueError(f"steps is a whole number from 1 on, got {steps!r}")
@@ -154,7 +161,7 @@ def _length(steps: int | None, minutes: float | None, one_pass: int) -> float:
         return one_pass if steps is None else steps
     if not 0 < minutes < math.inf:
         raise ValueError(f"minutes must be above 0 and finite, got {minutes!r}")
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if _has_ranks():
         raise ValueError("ranks do not end after the same time: give steps instead of minutes")
     return math.inf if steps is None else steps
 
