@@ -83,7 +83,7 @@ class Report:
             ("linear", "x clipped", "x error", "w error", "dy clipped", "dy vanished", "dy error", "|dw|/noise")
         ]
         for name, facts in self.means().items():
-            shares = [_percent(facts[fact]) for fact in _FACTS[:-1]]
+            shares = ["-" if math.isnan(facts[fact]) else f"{facts[fact]:.2%}" for fact in _FACTS[:-1]]
             rows.append((name, *shares, f"{facts['signal']:.1f}" + (" !" if name in self.weak() else "")))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
@@ -129,10 +129,6 @@ class Report:
         for axis in axes[:1]:
             axis.invert_yaxis()
         figure.savefig(path, dpi=150)
-
-
-def _percent(share: float) -> str:
-    return "-" if math.isnan(share) else f"{share:.2%}"
 
 
 @contextlib.contextmanager

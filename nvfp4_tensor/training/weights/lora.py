@@ -100,7 +100,7 @@ def merge_lora(
     adapted = {}
     for name, layer in layers.items():
         if isinstance(getattr(layer.get_base_layer(), "weight", None), NVFP4Tensor):
-            layer.merge = _skip_merge
+            layer.merge = lambda **_: None  # merged here, and not again when peft merges the others
             if _adapters(layer):
                 adapted[f"{name}.base_layer.weight"] = layer
     groups = {name: group for group in scale_groups(model, coded) for name in group}
@@ -140,10 +140,6 @@ def _unwrap_saved_modules(model: nn.Module) -> None:
         if isinstance(wrapper, ModulesToSaveWrapper):
             active = wrapper.active_adapters
             model.set_submodule(name, wrapper.modules_to_save[active[0]] if active else wrapper.original_module)
-
-
-def _skip_merge(**_: Any) -> None:
-    """Replace the merge method of an NVFP4 layer, which is merged already, when peft merges the others."""
 
 
 def _adapters(layer: Any) -> list[str]:

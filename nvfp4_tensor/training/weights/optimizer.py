@@ -136,19 +136,16 @@ class NVFP4Optimizer(WeightOptimizer):
             error = after.detach() - written.dequantize(torch.float32)
             add_error(self.state[parameter], error, group)
 
-    def _initial_state_for(self, values: Tensor) -> dict[str, Any]:
-        """Return the state that the inner optimizer's constructor creates: Adagrad does in torch 2.11, most do not."""
-        return {
-            name: torch.full_like(values, initial.item()) if initial.dim() else initial.clone()
-            for name, initial in self._initial_state.items()
-        }
-
     def _inner_step(self, parameter: Tensor, values: Tensor, group: dict[str, Any]) -> None:
         """Run a step of the inner optimizer on ``values``, with the state of ``parameter``."""
         inner = self._inner
         options = {name: value for name, value in group.items() if name not in (*_OWN, "params", "param_names")}
         inner.param_groups = [{**options, "params": [values]}]
-        inner.state = defaultdict(dict, {values: self.state[parameter] or self._initial_state_for(values)})
+        state = self.state[parameter] or {  # Adagrad's constructor creates it in torch 2.11, most do not
+            name: torch.full_like(values, initial.item()) if initial.dim() else initial.clone()
+            for name, initial in self._initial_state.items()
+        }
+        inner.state = defaultdict(dict, {values: state})
         inner.step()
         self.state[parameter] = inner.state[values]
         inner.param_groups, inner.state = [], defaultdict(dict)

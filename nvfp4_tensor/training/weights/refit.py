@@ -14,6 +14,7 @@ from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.random_state import rng_state_of
+from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.quantization.weights import shared_amax
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -146,15 +147,9 @@ def _check_names(model: nn.Module, targets: dict[str, Tensor], given: dict[str, 
     unexpected = [name for name in given if name not in targets]
     found = {id(targets[name]) for name in given if name in targets}
     missing = [name for name, parameter in model.named_parameters() if id(parameter) not in found]
-    problems = [
-        f"{kind}: {_abbreviated(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
-    ]
+    problems = [f"{kind}: {some(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names]
     if problems:
         raise KeyError(f"{'; '.join(problems)}. Nothing was written. Pass a name_map, or strict=False")
-
-
-def _abbreviated(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _check_write(name: str, target: Tensor, slices: list[Tensor], indices: _Slices) -> None:
@@ -192,7 +187,7 @@ def _groups(model: nn.Module, targets: dict[str, Tensor], writes: Collection[str
             parts += given
     if parts:
         warn_user(
-            f"{_abbreviated(parts)} without the linears that servers join with them: they no longer share a per-tensor "
+            f"{some(parts)} without the linears that servers join with them: they no longer share a per-tensor "
             "scale, and saving rounds them again. Give q, k and v, or gate and up, in one call"
         )
     return list(dict.fromkeys(groups.get(name, (name,)) for name in writes))
