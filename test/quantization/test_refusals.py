@@ -6,8 +6,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from helpers.model_states import state_of
-from quantization.test_experts import mixture
-from quantization.test_observed_experts import chosen
+from quantization.test_experts import chosen, mixture
 from quantization.test_quantize_model import gpt2
 from quantization.test_trained import trained_mixture
 from torch import nn
