@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.formats.table import TableFormat
-from nvfp4_tensor.numerics.choices import Activations, ProductBackend
+from nvfp4_tensor.numerics.choices import Choice
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig
 
@@ -93,19 +94,13 @@ class NVFP4TensorConfig(QuantizationConfigMixin):
     @property
     def activation(self) -> QuantizeSpec | None:
         """The spec of activations; None for W4A16."""
-        return self.config.activation if isinstance(self.config, NVFP4Config) else None
+        return self.config.activation
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as JSON types, such that ``NVFP4TensorConfig(**to_dict())`` is equal to it."""
-        config: dict[str, Any] = {"weight": self.config.weight.to_dict()}
-        if isinstance(self.config, NVFP4Config):
-            config["activation"] = self.config.activation.to_dict()
-            config["product_backend"] = ProductBackend.of(self.config.product_backend).name.lower()
-        elif self.config.activations is not None:
-            config["activations"] = Activations.of(self.config.activations).name.lower()
-        if self.config.seed is not None:
-            config["seed"] = self.config.seed
-        return {**self.__dict__, "config": config}
+        values = {field: getattr(self.config, field.name) for field in dataclasses.fields(self.config)}
+        given = {field.name: _plain(value) for field, value in values.items() if value != field.default}
+        return {**self.__dict__, "config": {"type": type(self.config).__name__, **given}}
 
 
 class CheckpointConfig(QuantizationConfigMixin):
@@ -143,10 +138,13 @@ class ModelOptConfig(CheckpointConfig):
     checkpoint_format = modelopt.FORMAT
 
 
+def _plain(value: Any) -> Any:
+    if isinstance(value, Choice):
+        return value.name.lower()
+    return value.to_dict() if isinstance(value, QuantizeSpec) else value
+
+
 def _config_of(fields: dict[str, Any]) -> NVFP4WeightOnlyConfig:
     """Return the config that to_dict has written."""
-    weight: dict[str, Any] = {"weight_spec": QuantizeSpec(**fields["weight"]), "seed": fields.get("seed")}
-    if "activation" not in fields:
-        return NVFP4WeightOnlyConfig(**weight, activations=fields.get("activations"))
-    activation = QuantizeSpec(**fields["activation"])
-    return NVFP4Config(**weight, activation_spec=activation, product_backend=fields["product_backend"])
+    given = {name: QuantizeSpec(**value) if name.endswith("_spec") else value for name, value in fields.items()}
+    return (NVFP4Config if given.pop("type", None) == "NVFP4Config" else NVFP4WeightOnlyConfig)(**given)

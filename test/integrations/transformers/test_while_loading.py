@@ -140,7 +140,7 @@ def test_a_dtype_of_the_callers(llama, dtype):
     [
         None,
         NVFP4WeightOnlyConfig(round_mode="stochastic", scale_rounding="up", random_bits=8, seed=7),
-        NVFP4WeightOnlyConfig(activations="fp8"),
+        NVFP4WeightOnlyConfig(activations="fp8", experts=False),
         NVFP4Config(four_over_six="mae", activation_round_mode="away", product_backend="scaled_mm"),
         NVFP4Config(weight_spec=QuantizeSpec(scale_search=True, scale_ceiling=448), activation_spec=QuantizeSpec()),
         NVFP4Config(weight_spec=QuantizeSpec(hadamard_sign=True), activation_spec=QuantizeSpec(hadamard_sign=0xD7E8)),
@@ -152,7 +152,7 @@ def test_settings_survive_json(config):
     again = NVFP4TensorConfig.from_dict(fields)
     assert again.to_dict() == fields and fields["quant_method"] == "nvfp4_tensor"
     assert (again.config.weight, again.activation) == (written.config.weight, written.activation)
-    assert again.config.seed == written.config.seed
+    assert (again.config.seed, again.config.experts) == (written.config.seed, written.config.experts)
     assert type(again.config) is type(written.config) and again.config.fields == written.config.fields
     assert (again.modules_to_not_convert, again.share_scales) == (["a.*"], False)
 
