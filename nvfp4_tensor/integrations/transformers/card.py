@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 import nvfp4_tensor
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.names import dense_linears
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -88,17 +87,25 @@ def model_card(
 def _table(model: PreTrainedModel, checkpoint: Checkpoint, knows_specs: bool) -> dict[str, str]:
     """Return the rows of the table of properties."""
     quantized = [entry for entry in checkpoint.entries.values() if entry.quantized]
-    stored = sum(_stored_bytes(entry) for entry in checkpoint.entries.values())
-    dense = sum(_elements([entry]) * entry.dtype.itemsize for entry in checkpoint.entries.values())
-    bits = 8 * sum(_stored_bytes(entry) for entry in quantized) / max(_elements(quantized), 1)
+    stored, dense, bits, elements = 0, 0, 0, 0
+    for entry in checkpoint.entries.values():
+        count = math.prod(entry.shape)
+        stored += round(entry.bits * count / 8)
+        dense += count * entry.dtype.itemsize
+        bits += entry.quantized * round(entry.bits * count)
+        elements += entry.quantized * count
     in_fp8 = sum(entry.fp8 is not None for entry in checkpoint.entries.values())
-    fp8 = f", {in_fp8} in FP8" if in_fp8 else ""
-    algorithm = modelopt.quantization_of(checkpoint)["quant_algo"]
-    rounding = _specs(model) if knows_specs else "as in the checkpoint that it was loaded from"
+    specs = collections.Counter(str(weight.spec) for weight in model.parameters() if isinstance(weight, NVFP4Tensor))
+    rounding = "; ".join(f"{spec} ({count})" if len(specs) > 1 else spec for spec, count in specs.most_common())
+    w4a4 = sum(entry.quantizes_activations for entry in quantized)
+    of = "all matrices" if w4a4 == len(quantized) else f"{w4a4} matrices"
     return {
-        "weights": f"{algorithm}: {len(quantized)} matrices, {bits:.2f} bits per weight{fp8}",
-        "rounding (nvfp4_tensor.QuantizeSpec)": rounding,
-        "activations": _activations(quantized),
+        "weights": f"{modelopt.quantization_of(checkpoint)['quant_algo']}: {len(quantized)} matrices, "
+        f"{bits / max(elements, 1):.2f} bits per weight{f', {in_fp8} in FP8' if in_fp8 else ''}",
+        "rounding (nvfp4_tensor.QuantizeSpec)": rounding
+        if knows_specs
+        else "as in the checkpoint that it was loaded from",
+        "activations": f"NVFP4 with static scales, for {of}" if w4a4 else "not quantized",
         "left dense": ", ".join(dense_linears(checkpoint)) or "no linear",
         "size": f"{stored / 1e6:,.1f} MB, {stored / dense:.3f} of {dense / 1e6:,.1f} MB",
         "versions": f"nvfp4_tensor {nvfp4_tensor.__version__}, torch {torch.__version__}, "
@@ -106,31 +113,8 @@ def _table(model: PreTrainedModel, checkpoint: Checkpoint, knows_specs: bool) ->
     }
 
 
-def _specs(model: PreTrainedModel) -> str:
-    weights = [weight for weight in model.parameters() if isinstance(weight, NVFP4Tensor)]
-    counts = collections.Counter(str(weight.spec) for weight in weights)
-    if len(counts) == 1:
-        return next(iter(counts))
-    return "; ".join(f"{spec} ({count})" for spec, count in counts.most_common())
-
-
-def _activations(quantized: list[Entry]) -> str:
-    count = sum(entry.quantizes_activations for entry in quantized)
-    if not count:
-        return "not quantized"
-    return f"NVFP4 with static scales, for {'all matrices' if count == len(quantized) else f'{count} matrices'}"
-
-
 def _quality(perplexity: dict[str, float] | None, text: str | None) -> str:
     if not perplexity:
         return "Not measured."
     rows = "\n".join(f"| {model} | {value:.3f} |" for model, value in perplexity.items())
     return f"Perplexity{f' on {text}' if text else ''}, lower is better:\n\n| | |\n| --- | ---: |\n{rows}"
-
-
-def _elements(entries: Iterable[Entry]) -> int:
-    return sum(math.prod(entry.shape) for entry in entries)
-
-
-def _stored_bytes(entry: Entry) -> int:
-    return round(entry.bits * math.prod(entry.shape) / 8)
