@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from nvfp4_tensor._compat.cuda_graphs import capturing
+
 
 def captured(
     run: Callable[[], Any], device: torch.device, pool: Any, warm_up: Callable[[], object] | None = None
@@ -26,7 +28,7 @@ def captured(
                 warm_up()
             torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may use CUDA
+        with capturing(graph, device, pool=pool, capture_error_mode="thread_local"):  # other threads may use CUDA
             output = run()
     return functools.partial(_replay_on, graph, device, output)
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from nvfp4_tensor._compat.cuda_graphs import capturing
+
 _EAGER_STEPS = 3
 """Steps before the capture, on its stream: libraries allocate workspaces there, and the optimizer its state."""
 
@@ -110,16 +112,13 @@ class CapturedStep:
         return self._loss
 
     def _capture(self, batches: Sequence[Any]) -> None:
-        graph, device = torch.cuda.CUDAGraph(), self._stream.device
+        graph = torch.cuda.CUDAGraph()
         try:
             packed = any(isinstance(each, Mapping) and "position_ids" in each for each in batches)
-            with _same_masks(packed), torch.cuda.graph(graph, stream=self._stream):
+            with _same_masks(packed), capturing(graph, self._stream.device, stream=self._stream):
                 self._loss = self._step(batches)
             self._graph = graph
         except RuntimeError as error:
-            torch.cuda.synchronize(device)
-            generator = torch.cuda.default_generators[device.index]
-            generator.graphsafe_set_state(generator.clone_state())  # the failed capture's refuses further draws
             warnings.warn(
                 f"the model waits for the device ({str(error).splitlines()[0]}): distill launches its steps "
                 "one by one, which takes longer for small models",
