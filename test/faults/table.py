@@ -105,7 +105,7 @@ FAULTS = [
     F("checkpoints/formats/table.py", "(missing := without_input_scale(entries))", "(missing := [])", "checkpoints/formats/test_table.py"),
     F("checkpoints/understood.py", "if foreign:\n        raise", "if False:\n        raise", "checkpoints/test_understood.py"),
     F("checkpoints/sources/coded.py", "and not values.isfinite().all()", "and False", "checkpoints/sources/test_fp8.py"),
-    F("checkpoints/sources/fp8.py", "return height, width", "return width, height", "checkpoints/sources/test_fp8.py"),
+    F("checkpoints/sources/layouts.py", "return height, width", "return width, height", "checkpoints/sources/test_fp8.py"),
     F("checkpoints/sources/layouts.py", "1 << shift for shift", "0 << shift for shift", "checkpoints/sources/test_layouts.py"),
     F("checkpoints/sources/layouts.py", "(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 1, 2, 3, 4, 5, 6, 7)", "checkpoints/sources/test_layouts.py"),
     F("checkpoints/sources/libraries.py", "if order is None:", "if True:",

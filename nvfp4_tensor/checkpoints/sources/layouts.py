@@ -10,6 +10,11 @@ bitsandbytes   In 4 bits, ``weight`` uint8 (N * K / 2, 1), the first code in the
                values of the codes; ``weight.absmax``, the scale of each block, in codes if there is
                ``weight.nested_absmax``; and JSON in ``weight.quant_state.bitsandbytes__nf4``.
                In 8 bits, ``weight`` int8 (N, K), and ``SCB`` (N,), the magnitude of the code 127.
+FP8            ``weight`` e4m3; beside it ``weight_scale_inv``, a block's, (N / 128, K / 128): DeepSeek, transformers'
+               ``fp8``; config.json may have another ``weight_block_size``. Or ``weight_scale``, the tensor's, () or
+               (1,); a channel's, (N,) or (N, 1); a block's, also as (N / 128, 1, K / 128, 1): ModelOpt,
+               compressed-tensors, fbgemm; MXFP8: (N, K / 32) in e8m0. ``scale``, a block's: DeepSeek's own files.
+               ``scale_weight``, the tensor's: ComfyUI. All of these multiply the codes.
 =============  =====================================================================================================
 """
 
@@ -17,15 +22,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
 from nvfp4_tensor.checkpoints.io.safetensors import parse_json
 from nvfp4_tensor.checkpoints.sources.coded import Coded, CodedFolder, Read, Rows, expect, modules_with, naming
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.tensor.fp8 import E4M3, FP8Spec
 
 Found: TypeAlias = Iterator[tuple[str, Coded]]
 Settings: TypeAlias = Mapping[str, Any]
@@ -34,6 +41,9 @@ _WORD = 32
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of an int32 in which AWQ has each of 8 rows."""
 _STATE = ".quant_state.bitsandbytes__"
+_SCALES = ("{name}_scale_inv", "{name}_scale", "{module}.scale", "{module}.scale_weight")
+_UNUSED = ("input_scale", "activation_scale", "input_scale_ub", "scale_input")
+_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def gptq(folder: CodedFolder, settings: Settings) -> Found:
@@ -183,3 +193,61 @@ def _four_bit_rows(read: Read, columns: int, block: int, offset: float, nested: 
         out.copy_((flat * of_rows.repeat_interleave(block)[: len(flat)]).view(-1, columns))
 
     return rows
+
+
+def fp8(folder: CodedFolder, settings: Settings) -> Found:
+    """Find weights in FP8."""
+    info, taken = folder.shards.info, {key for each in folder.coded_weights.values() for key in each.parts.values()}
+    for name in [name for name, each in info.items() if each.dtype == E4M3 and name not in taken]:
+        module = name.rpartition(".")[0]
+        keys = [key.format(name=name, module=module) for key in _SCALES]
+        scale = next((key for key in keys if key in info), None)
+        if scale is None:
+            raise ValueError(f"{info[name].file}: tensor {name}: expected its scale, {' or '.join(keys)}, found none")
+        unused = tuple(f"{module}.{last}" for last in _UNUSED if f"{module}.{last}" in info)
+        yield name, fp8_weight(folder, name, scale, settings.get("weight_block_size"), unused)
+
+
+def fp8_weight(
+    folder: CodedFolder, name: str, scale: str, configured: Sequence[int] | None = None, unused: tuple[str, ...] = ()
+) -> Coded:
+    """Describe a weight in FP8 by the shape of its scales, and by the size of blocks in the configuration."""
+    shape = expect(folder, name, E4M3, (0, 0))
+    block = _block(shape, folder.shards.info[scale].shape, configured)
+    found = folder.shards.info[scale]
+    if block is None or found.dtype not in (*HIGH_PRECISION_DTYPES, *_E8M0):
+        wanted = f"scales of {name} {list(shape)} by tensor, channel or block {list(configured or ())}"
+        raise ValueError(f"{found.file}: tensor {scale}: expected {wanted}, found {found}")
+    kinds = {(0, 0): "FP8 per tensor", (1, 0): "FP8 per channel", (1, MX_BLOCK): "MXFP8"}
+    return Coded(
+        kind=kinds.get(block, f"FP8 in blocks of {block[0]}x{block[1]}"),
+        shape=(shape[0], shape[1]),
+        parts={"codes": name, "scale": scale},
+        decoder=functools.partial(_fp8_rows, shape=shape, block=block),
+        unused=unused,
+    )
+
+
+def _block(shape: Sequence[int], scales: Sequence[int], configured: Sequence[int] | None) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale, 0 for all; None if no blocks have scales of this shape."""
+    rows, columns = shape
+    if math.prod(scales) == 1:
+        return 0, 0
+    if tuple(scales) in ((rows,), (rows, 1)):
+        return 1, 0
+    if len(scales) == 4 and scales[1] == scales[3] == 1:
+        scales = scales[::2]
+    if len(scales) != 2 or 0 in scales:
+        return None
+    height, width = configured or (128, 128)
+    if tuple(scales) == FP8Spec((height, width)).scale_shape(shape):
+        return height, width
+    is_exact = not configured and rows % scales[0] == 0 and columns % scales[1] == 0
+    return (rows // scales[0], columns // scales[1]) if is_exact else None
+
+
+def _fp8_rows(read: Read, shape: Sequence[int], block: tuple[int, int]) -> Rows:
+    scale = read("scale")
+    scale = (scale.view(torch.float8_e8m0fnu) if scale.dtype in _E8M0 else scale).float()
+    scale = scale.reshape(FP8Spec(block).scale_shape(shape))
+    return lambda first, out, codes: torch.ops.nvfp4.decode_fp8(codes, scale, *block, first, out)

@@ -20,8 +20,7 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.formats.compressed_tensors import group_of
 from nvfp4_tensor.checkpoints.formats.torchao import described
 from nvfp4_tensor.checkpoints.sources.coded import Coded, CodedFolder, Read, Rows, expect, modules_with, naming
-from nvfp4_tensor.checkpoints.sources.fp8 import fp8_weight
-from nvfp4_tensor.checkpoints.sources.layouts import Found, Settings
+from nvfp4_tensor.checkpoints.sources.layouts import Found, Settings, fp8_weight
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS, unpack
 
 

@@ -16,19 +16,18 @@ from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import read_json
 from nvfp4_tensor.checkpoints.sources import layouts, libraries
 from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
-from nvfp4_tensor.checkpoints.sources.fp8 import fp8
 from nvfp4_tensor.quantization.names import some
 
 METHODS: Mapping[str, tuple[Callable[[CodedFolder, layouts.Settings], layouts.Found], ...]] = {
-    "": (layouts.bitsandbytes, libraries.torchao, fp8),
-    "fp8": (fp8,),
-    "fbgemm_fp8": (fp8,),
-    "modelopt": (fp8,),
+    "": (layouts.bitsandbytes, libraries.torchao, layouts.fp8),
+    "fp8": (layouts.fp8,),
+    "fbgemm_fp8": (layouts.fp8,),
+    "modelopt": (layouts.fp8,),
     "gptq": (layouts.gptq,),
     "awq": (layouts.awq,),
     "bitsandbytes": (layouts.bitsandbytes,),
     "torchao": (libraries.torchao,),
-    "compressed-tensors": (libraries.compressed_tensors, fp8),
+    "compressed-tensors": (libraries.compressed_tensors, layouts.fp8),
 }
 """What finds the weights of each quant_method, "" for a folder whose config.json has none."""
 
