@@ -11,6 +11,7 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate, checkpoints, quantize
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.models.opening import open_model
+from nvfp4_tensor.checkpoints.parts import with_scale
 from nvfp4_tensor.training import NVFP4AdamW, NVFP4Optimizer, to_nvfp4_parameters
 
 
@@ -125,6 +126,20 @@ def test_what_trained_in_nvfp4_is_rounded_no_more(tmp_path, block, optimizer):
             assert torch.equal(read.linear(name).qdata, weight.qdata)
             got = tensor_of(read.linear(name), torch.float32).dequantize()
             assert torch.equal(got, weight.dequantize(torch.float32))
+
+
+@pytest.mark.parametrize(("own", "factor", "is_exact"), [(1.0, 4.0, True), (1.5, 1.0, True), (0.15, 0.1, False)])
+def test_another_scale_has_the_same_values_or_is_none(own, factor, is_exact):
+    """0.15 / 0.1 is 1.5 in float32, but 1.5 times 0.1 is another number than 0.15."""
+    own, factor = torch.tensor(own), torch.tensor(factor)
+    assert own / factor in (0.25, 1.5)
+    parts = parts_of(quantize(torch.randn(16, 32), amax=2688.0))
+    parts = parts.replace(scale=torch.full_like(parts.scale.float(), 2.0).to(parts.scale.dtype), per_tensor_scale=own)
+    moved = with_scale(parts, factor)
+    assert (moved is not None) == is_exact
+    if moved is not None:
+        assert moved.per_tensor_scale == factor and torch.equal(moved.qdata, parts.qdata)
+        assert torch.equal(*(tensor_of(each, torch.float32).dequantize() for each in (moved, parts)))
 
 
 def test_keep_and_refuse(tmp_path, unshared):
