@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 import weakref
 from typing import Any, NamedTuple
@@ -82,6 +83,7 @@ class Decoder:
         self._failed: Plan | None = None
         self.counts = DecodeCounts(0, 0)
         self._changes = 0
+        self.lock = threading.RLock()  # of what threads share that generate at once: plan, graphs, buffers
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy or a pickle, which makes its own plan."""
@@ -101,13 +103,14 @@ class Decoder:
 
     def plan(self) -> Plan | None:
         """Return the plan of the current model, or None, with one warning, if there is none."""
-        if self._plan is not None and self._plan.holds():
-            if self._changes > RESTLESS:
-                self._failed = None  # the model has come to rest
-            self._changes = 0
-        else:
-            self._renew()
-        return self._usable()
+        with self.lock:
+            if self._plan is not None and self._plan.holds():
+                if self._changes > RESTLESS:
+                    self._failed = None  # the model has come to rest
+                self._changes = 0
+            else:
+                self._renew()
+            return self._usable()
 
     def _usable(self) -> Plan | None:
         return None if self._plan is self._failed else self._plan
@@ -147,20 +150,23 @@ class Decoder:
 
     def new_cache(self, length: int) -> FixedCache:
         """Return an empty cache for ``length`` tokens, in the buffers of an earlier one that is not used any more."""
-        free = next((each for each in self._buffers if not each.in_use), None)
-        if free is None:
-            free = Buffers()
-            self._buffers = [*self._buffers[-1:], free]
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
-        return FixedCache(layers, length, free, self.rows)
+        with self.lock:
+            free = next((each for each in self._buffers if not each.in_use), None)
+            if free is None:
+                free = Buffers()
+                self._buffers = [*self._buffers[-1:], free]
+            return FixedCache(layers, length, free, self.rows)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calls_own = torch.compiler.is_compiling() or len(args) > 1
         endings = kwargs.pop(ENDINGS, None)
-        output = None if calls_own else self._natively(endings, *args, **kwargs)
-        if output is not None:
-            self.count()
-            return output
+        if not calls_own:
+            with self.lock:
+                output = self._natively(endings, *args, **kwargs)
+                if output is not None:
+                    self.count()
+                    return output
         if self.invariant and not torch.is_grad_enabled():
             raise RuntimeError(
                 "batch_invariant=True serves texts, with padding before them or none, and tokens of greedy search or "
@@ -460,8 +466,9 @@ class MaskKeeper:
 
     def __call__(self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         decoder, model, mask = self.decoder, self.decoder.model, model_kwargs.get("attention_mask")
-        is_known = decoder.knows(mask)
-        padding = decoder.padding_of(mask) if is_known and mask is not None else None
+        with decoder.lock:
+            is_known = decoder.knows(mask)
+            padding = decoder.padding_of(mask) if is_known and mask is not None else None
         updated = type(model)._update_model_kwargs_for_generation(model, outputs, model_kwargs, *args, **kwargs)
         if is_known:
             decoder.know(updated["attention_mask"], padding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections import deque
@@ -167,16 +168,17 @@ class _Writer:
         self.yielded = 0
         self.ended: Tensor | None = None
         """bool (B,) on the CPU, after the tokens that were yielded."""
-        with torch.inference_mode(False):
+        self.lock: Any = contextlib.nullcontext() if self.decoder is None else self.decoder.lock
+        with torch.inference_mode(False), self.lock:
             if self.decoder is None:
                 self.chooser = Chooser(sampling, batch, count, ids.device)
                 self.cache = _new_cache(model.config, length) if cache is None else cache
             else:
                 self.chooser = self.decoder.new_chooser(sampling, batch, count)
                 self.cache = self.decoder.new_cache(length) if cache is None else cache
+            self.chooser.in_use = True
         ahead = AHEAD if _runs_ahead(ids) and (cache is None or _can_drop_tokens(cache)) else 0
         self._slots = [torch.empty((batch,), dtype=torch.int64, pin_memory=ids.is_cuda) for _ in range(ahead + 1)]
-        self.chooser.in_use = True
         self._latest = torch.zeros((batch,), dtype=torch.int64)
         self._next: Tensor | None = None
         self._last: Any = None
@@ -184,7 +186,8 @@ class _Writer:
     def __iter__(self) -> Iterator[Tensor]:
         pending: deque[tuple[Tensor, Any, list[int] | None]] = deque()
         for i in range(self.count):
-            self._advance(i)
+            with self.lock:
+                self._advance(i)
             pending.append(self._read(i))
             if len(pending) == len(self._slots):
                 yield self._arrived(*pending.popleft())

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import sys
+import threading
 import warnings
 
 import pytest
@@ -257,6 +258,38 @@ def test_peft(config, steps):
     assert torch.equal(*got) and not steps
     with pytest.raises(TypeError, match="not a PeftModelForCausalLM of peft: merge its adapters"):
         decode_natively(tuned)
+
+
+def _by_model(model, ids, mask):
+    return model.generate(ids, attention_mask=mask, **OPTIONS)[:, ids.shape[1] :]
+
+
+def _by_graph(model, ids, mask):
+    return torch.stack(list(generate(model, ids, attention_mask=mask, max_new_tokens=4, temperature=1.0)), 1)
+
+
+@pytest.mark.parametrize("write, between", [(_by_model, "padding_of"), (_by_graph, "new_chooser")])
+def test_threads_that_write_at_once(write, between, natively, monkeypatch):
+    """A thread comes in where another has looked at what both share, and not yet used it."""
+    model, threads, found = natively(tiny_model("Llama")), [], []
+    mask = torch.ones((2, 8), dtype=torch.int64, device=model.device)
+    masks = [mask.index_fill(1, torch.arange(n, device=model.device), 0) for n in (3, 5)]
+    texts = [prompt(model, 2), prompt(model, 2).flip(0)]
+    alone = [write(model, *each) for each in zip(texts, masks, strict=True)]
+    own = getattr(model.forward, between)
+
+    def interrupted(*args):
+        result = own(*args)
+        if not threads:
+            threads.append(threading.Thread(target=lambda: found.append(write(model, texts[1], masks[1]))))
+            threads[0].start()
+            threads[0].join(0.5)  # it waits for this one
+        return own(*args) if between == "padding_of" else result
+
+    monkeypatch.setattr(model.forward, between, interrupted)
+    first = write(model, texts[0], masks[0])
+    threads[0].join()
+    assert torch.equal(first, alone[0]) and torch.equal(found[0], alone[1])
 
 
 def test_a_token_of_more_layers_takes_no_more_calls():
