@@ -174,14 +174,15 @@ class ResumableFolder:
         return [name for shard in self._shards.values() for name in shard["with_nan"]]
 
     def finish(self) -> None:
-        """Rename the folder to its final path. If that fails, keep the manifest for the next run."""
+        """Rename the folder to its final path. If that fails or is interrupted, keep the manifest for the next run."""
         if self.path.is_dir():
             self.path.rmdir()  # it is empty
-        (self.folder / MANIFEST).unlink(missing_ok=True)
         try:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
             self.folder.replace(self.path)
-        except OSError:
-            self._write_manifest()
+        except BaseException:
+            if self.folder.exists():
+                self._write_manifest()
             raise
 
     def __enter__(self) -> ResumableFolder:

@@ -44,6 +44,23 @@ def test_an_interrupted_run_is_taken_up(tmp_path, interrupted, changed):
     assert same_files(tmp_path / "dst", tmp_path / "again") and not (tmp_path / "dst.partial").exists()
 
 
+def test_an_interrupt_before_the_last_rename(tmp_path, monkeypatch):
+    """The manifest has gone by then, without which the folder would not be known as ours."""
+    write_dense(tmp_path / "src")
+    replace = Path.replace
+
+    def interrupted_replace(self, target):
+        if target.name == "dst":
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match=r"dst\.partial keeps 1 complete file"):
+        patch.setattr(Path, "replace", interrupted_replace)
+        checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
+    checkpoints.quantize(tmp_path / "src", tmp_path / "dst", progress=False)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["dst", "src"]
+
+
 def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(tmp_path):
     """But one of a run that was killed before its first manifest is."""
     write_dense(tmp_path / "src")
