@@ -230,17 +230,21 @@ def _apply(norm: nn.Module, linears: Sequence[nn.Linear], scale: Tensor) -> bool
     except TypeError:  # the norm needs more than one input
         return False
     tolerance = max(2 * torch.finfo(probe.dtype).eps, 1e-5)
-    for offset in (0.0, 1.0):  # Gemma's norms multiply by 1 + weight
-        exact = _divide(parts, before, scale, offset)
-        if torch.allclose(
-            norm(probe).float() * exact, expected, rtol=tolerance, atol=tolerance * float(expected.abs().amax())
-        ):
-            for linear in linears:
-                linear.weight.copy_(linear.weight.float() * exact)
-            return True
-    for name, value in before.items():
-        parts[name].copy_(value)
-    return False
+    undo = [(each, each.detach().clone()) for each in (*parts.values(), *(linear.weight for linear in linears))]
+    try:
+        for offset in (0.0, 1.0):  # Gemma's norms multiply by 1 + weight
+            exact = _divide(parts, before, scale, offset)
+            if torch.allclose(
+                norm(probe).float() * exact, expected, rtol=tolerance, atol=tolerance * float(expected.abs().amax())
+            ):
+                for linear in linears:
+                    linear.weight.copy_(linear.weight.float() * exact)
+                undo.clear()
+                return True
+        return False
+    finally:  # also after an error or an interrupt
+        for each, value in undo:
+            each.copy_(value)
 
 
 def _divide(parts: dict[str, nn.Parameter], before: dict[str, Tensor], scale: Tensor, offset: float) -> Tensor:

@@ -1,10 +1,11 @@
 """AWQ's scaling keeps the model's function and reduces the error of quantizing it."""
 
 import copy
+import itertools
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4WeightOnlyConfig
@@ -163,6 +164,26 @@ def test_what_cannot_be_folded_stays_as_it_is(change):
     folds = fold_scales(m, batches(), progress=False)
     assert "0.norm" not in [fold.norm[0] for fold in folds]
     assert all(torch.equal(state[key], m.state_dict()[key]) for key in state if key.startswith("0."))
+
+
+@pytest.mark.parametrize("writes", range(1, 5))
+def test_an_interrupt_leaves_no_half_of_a_fold(writes, monkeypatch):
+    """A norm that is divided, while linears that read it are not yet multiplied, would be another model."""
+    model, copied = Block(nn.LayerNorm(WIDTH)), Tensor.copy_
+    x, count = torch.randn(32, WIDTH) * torch.logspace(-1, 1, WIDTH), itertools.count(1)
+
+    def copy_(self, *args):
+        result = copied(self, *args)
+        if next(count) == writes:
+            raise KeyboardInterrupt
+        return result
+
+    expected = model(x).detach()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tensor, "copy_", copy_)
+        fold_scales(model, [x], progress=False)
+    assert torch.equal(model(x), expected)
+    assert fold_scales(model, [x], progress=False)[0].exponent > 0
 
 
 def test_defaults_of_torch_and_autocast_change_nothing_but_what_the_model_computes(other_defaults):
