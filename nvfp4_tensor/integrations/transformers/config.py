@@ -146,5 +146,5 @@ def _plain(value: Any) -> Any:
 
 def _config_of(fields: dict[str, Any]) -> NVFP4WeightOnlyConfig:
     """Return the config that to_dict has written."""
-    given = {name: QuantizeSpec(**value) if name.endswith("_spec") else value for name, value in fields.items()}
+    given: dict[str, Any] = {n: QuantizeSpec(**value) if n.endswith("_spec") else value for n, value in fields.items()}
     return (NVFP4Config if given.pop("type", None) == "NVFP4Config" else NVFP4WeightOnlyConfig)(**given)
