@@ -19,7 +19,7 @@ from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.quantization import NVFP4Linear
 from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.quantization.linear import PRE_SCALE, pre_scaled, set_pre_scale
-from nvfp4_tensor.tensor.fp8 import FP8Tensor
+from nvfp4_tensor.tensor.description import CodedTensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
@@ -69,7 +69,7 @@ class NVFP4HfQuantizer(HfQuantizer):
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Return the stored bytes per element, including scales and padding, which device_map="auto" uses."""
-        if param_name not in self.weights or isinstance(param, NVFP4Tensor | FP8Tensor):
+        if param_name not in self.weights or isinstance(param, CodedTensor):
             return param.element_size()
         if param_name in self.fp8:
             return 1 + 4 / param.shape[-1]  # with a scale per row, at most
@@ -126,7 +126,7 @@ def decode_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Replace the NVFP4 and FP8 weights of a model by dense ones."""
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
-            if isinstance(weight, NVFP4Tensor | FP8Tensor):
+            if isinstance(weight, CodedTensor):
                 dense = pre_scaled(weight.dequantize(dtype), module._buffers.get(PRE_SCALE))
                 setattr(module, name, nn.Parameter(dense, requires_grad=False))
                 set_pre_scale(module, None)

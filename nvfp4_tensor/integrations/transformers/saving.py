@@ -26,8 +26,7 @@ from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
 from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.names import some
-from nvfp4_tensor.tensor.fp8 import FP8Tensor
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.tensor.description import CodedTensor
 
 
 def save(
@@ -146,7 +145,7 @@ def keep_names(model: PreTrainedModel) -> None:
     if conversions is None:  # what transformers takes for a model that was not loaded
         found = get_model_conversion_mapping(model, add_legacy=False)
         conversions = [each for each in found if not isinstance(each, PrefixChange)]
-    names = [name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor | FP8Tensor)]
+    names = [name for name, weight in model.named_parameters() if isinstance(weight, CodedTensor)]
     experts = [name for name in names if is_transposed(model.get_submodule(name.rpartition(".")[0]))]
     kept = [each for each in conversions if not _splits(each, names) and not _renames(each, experts)]
     if len(kept) < len(conversions):
@@ -178,6 +177,6 @@ def _dense_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors that are neither NVFP4 nor FP8, each by its first name, as in a checkpoint."""
     source = _with_values(model)
     state = source if isinstance(source, dict) else model.state_dict(keep_vars=True)
-    dense = [(n, t) for n, t in reversed(state.items()) if not isinstance(t, NVFP4Tensor | FP8Tensor)]
+    dense = [(n, t) for n, t in reversed(state.items()) if not isinstance(t, CodedTensor)]
     first = {id(tensor): name for name, tensor in dense}
     return {name: tensor.detach() for name, tensor in state.items() if first.get(id(tensor)) == name}
