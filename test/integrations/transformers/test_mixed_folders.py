@@ -24,11 +24,26 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("natively")]
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
+MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 4}
+
+
+def separate(tensors):
+    """Phi-3's joined weights, as other models have them."""
+    for joined, parts in {"qkv": {"q": 64, "k": 32, "v": 32}, "gate_up": {"gate": 64, "up": 64}}.items():
+        for name in [name for name in tensors if f"{joined}_proj" in name]:
+            for part, rows in zip(parts, tensors.pop(name).split(list(parts.values())), strict=True):
+                tensors[name.replace(joined, part)] = rows.clone()
+
+
 def model_of(family, folder, **changes):
+    """Return a model that was saved in a folder, Phi3's with its joined weights apart."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | {"intermediate_size": 64} | changes)
+    sizes = SIZES | {"intermediate_size": 64} | (MOE if family == "Qwen3Moe" else {}) | changes
+    config = getattr(transformers, f"{family}Config")(**sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     model.save_pretrained(folder)
+    if family == "Phi3":
+        edit(folder, separate)
     return model
 
 
@@ -50,27 +65,25 @@ def test_shapes_are_compared_with_the_config(tmp_path, form):
     assert_refused(tmp_path / "q", "has the shape", ignore_mismatched_sizes=True, **changes)
 
 
-MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 4}
-
-
-@pytest.mark.parametrize("form, pattern", [
-    ("modelopt", "experts.0."), ("compressed-tensors", "experts.3."), ("modelopt", "gate_proj"),
-    ("compressed-tensors", "experts.1.up_proj"), ("modelopt", "experts.2.down_proj"),
+@pytest.mark.parametrize("family, form, pattern", [
+    ("Qwen3Moe", "modelopt", "experts.0."), ("Qwen3Moe", "compressed-tensors", "experts.3."),
+    ("Qwen3Moe", "modelopt", "gate_proj"), ("Qwen3Moe", "compressed-tensors", "experts.1.up_proj"),
+    ("Qwen3Moe", "modelopt", "experts.2.down_proj"), ("Phi3", "modelopt", "q_proj"), ("Phi3", "modelopt", "up_proj"),
 ])  # fmt: skip
-def test_experts_of_a_layer_are_all_nvfp4_or_none(tmp_path, form, pattern):
-    model = model_of("Qwen3Moe", tmp_path / "dense", **MOE)
+def test_what_a_model_joins_is_all_nvfp4_or_none(tmp_path, family, form, pattern):
+    model = model_of(family, tmp_path / "dense")
     with pytest.warns(UserWarning, match="are dense, but linears that servers join them with"):
         checkpoints.quantize(tmp_path / "dense", tmp_path / "q", to=form, exclude=[f"*{pattern}*"], progress=False)
     message = rf"{re.escape(pattern)}\S* is dense, but tensors that the model joins with it are NVFP4"
     assert_refused(tmp_path / "q", message)
-    before = model.state_dict()[Q].clone()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=message):
         checkpoints.load(model, tmp_path / "q", progress=False)
-    assert torch.equal(model.state_dict()[Q], before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_missing_expert_is_named(tmp_path):
-    model_of("Qwen3Moe", tmp_path / "dense", **MOE)
+    model_of("Qwen3Moe", tmp_path / "dense")
     checkpoints.quantize(tmp_path / "dense", tmp_path / "q", progress=False)
     edit(tmp_path / "q", lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.experts.3.up_proj" in name])
     assert_refused(tmp_path / "q", r"weights of model\.layers\.1\.mlp\.experts\.gate_up_proj are missing")
@@ -78,19 +91,10 @@ def test_a_missing_expert_is_named(tmp_path):
     assert_refused(tmp_path / "q", r"experts\.\w+ has the shape \[3, ")
 
 
-def separate(tensors):
-    """Phi-3's joined weights, as other models have them."""
-    for joined, parts in {"qkv": {"q": 64, "k": 32, "v": 32}, "gate_up": {"gate": 64, "up": 64}}.items():
-        for name in [name for name in tensors if f"{joined}_proj" in name]:
-            for part, rows in zip(parts, tensors.pop(name).split(list(parts.values())), strict=True):
-                tensors[name.replace(joined, part)] = rows.clone()
-
-
 @pytest.mark.parametrize("exclude", [[], ["*self_attn*"], ["*mlp*"]])
 def test_weights_that_the_model_joins(tmp_path, exclude):
     """As load() of the same folder, saved and loaded again too."""
     model = model_of("Phi3", tmp_path / "dense")
-    edit(tmp_path / "dense", separate)
     checkpoints.quantize(tmp_path / "dense", tmp_path / "q", exclude=exclude, progress=False)
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
     read.save_pretrained(tmp_path / "again")
@@ -101,15 +105,6 @@ def test_weights_that_the_model_joins(tmp_path, exclude):
     for each in (read, AutoModelForCausalLM.from_pretrained(tmp_path / "again")):
         assert {name: type(p.data) for name, p in each.named_parameters()} == kinds
         torch.testing.assert_close(each(ids).logits, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("part", ["q_proj", "up_proj"])
-def test_weights_that_the_model_joins_are_all_nvfp4_or_none(tmp_path, part):
-    model_of("Phi3", tmp_path / "dense")
-    edit(tmp_path / "dense", separate)
-    with pytest.warns(UserWarning, match="are dense, but linears"):
-        checkpoints.quantize(tmp_path / "dense", tmp_path / "q", exclude=[f"*{part}*"], progress=False)
-    assert_refused(tmp_path / "q", rf"{part}\.weight is dense, but tensors that the model joins with it are NVFP4")
 
 
 def test_weights_that_the_model_makes_otherwise_are_refused(tmp_path, monkeypatch):
@@ -138,7 +133,6 @@ def test_no_parameter_stays_random(tmp_path, source):
 
 def test_separate_weights_of_a_dense_model_are_named(tmp_path):
     model_of("Phi3", tmp_path / "dense")
-    edit(tmp_path / "dense", separate)
     assert_refused(tmp_path / "dense", "has no tensors for .*qkv_proj", quantization_config=nvfp4.NVFP4TensorConfig())
 
 
@@ -169,7 +163,7 @@ def test_tensors_that_rescale_a_weight_and_weights_in_fp8(tmp_path, source):
 @pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
 def test_the_exception_has_the_reason(tmp_path, family):
     """What is found only when values are read: transformers refers to a report instead."""
-    model_of(family, tmp_path / "dense", **(MOE if family == "Qwen3Moe" else {}))
+    model_of(family, tmp_path / "dense")
     checkpoints.quantize(tmp_path / "dense", tmp_path / "q", progress=False)
     key = next(
         name for name in load_file(tmp_path / "q/model.safetensors") if name.endswith("down_proj.weight_scale_2")
@@ -196,9 +190,7 @@ def test_random_damage_of_a_linear(tmp_path, family, form):
     """from_pretrained and load read the same weights, or both name the linear that is wrong."""
     rng = random.Random(f"{family} {form}")
     torch.manual_seed(0)
-    model = model_of(family, tmp_path / "dense", **(MOE if family == "Qwen3Moe" else {}))
-    if family == "Phi3":
-        edit(tmp_path / "dense", separate)
+    model = model_of(family, tmp_path / "dense")
     checkpoints.quantize(tmp_path / "dense", tmp_path / "q", to=form, progress=False)
     for _ in range(18):
         shutil.copytree(tmp_path / "q", tmp_path / "x")
