@@ -23,16 +23,13 @@ def results(**changes):
     return dict(zip(check.RUNS, (FIRST, ours, ours), strict=True))
 
 
-def test_agreement():
-    ours = results(texts=[[1, 2, 3, 4], [5, 6, 8]], chosen=[[True, False], [True, True]])["ours, W4A16"]
-    same_texts, likeliest, difference = check.agreement(ours, FIRST)
+def test_agreement_report_and_verdict():
+    runs = results(texts=[[1, 2, 3, 4], [5, 6, 8]], chosen=[[True, False], [True, True]])
+    same_texts, likeliest, difference = check.agreement(runs["ours, W4A16"], FIRST)
     assert (same_texts, likeliest) == (1, 0.75) and abs(difference - 0.01) < 1e-9
-
-
-def test_report_and_verdict():
-    table = check.report(results()).splitlines()
-    assert len(table) == 4 and "120.0" in table[2] and "2/2" in table[2] and "0.0100" in table[2]
-    assert check.problems(results()) == []
+    table = check.report(runs).splitlines()
+    assert len(table) == 4 and all(text in table[2] for text in ("120.0", "1/2", "75.0%", "0.0100"))
+    assert check.problems(runs) == []
 
 
 @pytest.mark.parametrize(
