@@ -125,15 +125,15 @@ class NVFP4AdamW(WeightOptimizer):
             grad, element0 = grad.reshape(-1), row0 * columns
             torch.ops.nvfp4.adamw_step_vector(weight.view(-1), grad, m, v, numbers, rng_state, element0)
         else:
-            ratio, scale, *second_moment = (local_of(state[name]) for name in CODES)
-            step = ratio, scale.view(torch.float8_e4m3fn), *second_moment, numbers, rng_state, row0
+            moments = [local_of(state[name]) for name in CODES]
+            moments[1] = moments[1].view(torch.float8_e4m3fn)
             grad = grad.reshape(weight.shape[0], columns)
             if isinstance(weight, NVFP4Tensor):
                 keep_headroom(parameter, state)
                 parts = weight.qdata, weight.scale, weight.per_tensor_scale
-                torch.ops.nvfp4.adamw_step_codes(*parts, grad, *step)
+                torch.ops.nvfp4.adamw_step_codes(*parts, grad, *moments, numbers, rng_state, row0)
             else:
-                torch.ops.nvfp4.adamw_step(weight.view(grad.shape), grad, *step)
+                torch.ops.nvfp4.adamw_step(weight.view(grad.shape), grad, *moments, numbers, rng_state, row0)
         torch.autograd.graph.increment_version(parameter)  # a graph that needs the old values then says so
 
     def step_in_backward(self, clip_norm: float | None = None, clip: str = "late") -> None:
