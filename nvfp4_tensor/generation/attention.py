@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
-from nvfp4_tensor.generation.coded_states import StoredStates, attend, why_not
+from nvfp4_tensor.generation.coded_states import CodedStates, StoredStates, attend, why_not
 from nvfp4_tensor.ops import native
 
 NAME = "nvfp4"
@@ -178,21 +178,9 @@ def _dense_with_softcap(
             tokens, length = query.shape[2], key.shape[2]
             mask = torch.ones((tokens, length), dtype=torch.bool, device=query.device).tril(length - tokens)
         return _by_torch(query, key, value, mask, dropout, scale, softcap)
-    empty = key.new_empty((*key.shape[:2], 0, 0), dtype=torch.uint8)
-
-    def coded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        blocks = -(-x.shape[-1] // 16)
-        return (
-            empty.new_empty((*x.shape[:2], 0, blocks * 8)),
-            empty.new_empty((*x.shape[:2], 0, blocks)),
-            empty.new_empty((*x.shape[:2], 0)),
-        )
-
-    lengths = torch.zeros(query.shape[0], dtype=torch.int64, device=query.device)
+    keys, values = (StoredStates(CodedStates(x), 0, x) for x in (key, value))  # of which all is dense
     first = None if mask is None else getattr(mask, _FIRST)
-    return torch.ops.nvfp4.attend_codes(
-        query, *coded(key), *coded(value), lengths, first, None, None, key, value, scale, softcap
-    )
+    return attend(query, keys, values, scale, softcap=softcap, first=first)
 
 
 def _by_torch(

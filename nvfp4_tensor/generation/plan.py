@@ -101,12 +101,7 @@ class Plan:
 
     @property
     def takes_one_operator(self) -> bool:
-        """Whether one operator of a CPU is the native step."""
-        return self._layers is not None
-
-    @property
-    def keeps_rotations(self) -> bool:
-        """Whether :meth:`rotations` looks them up: a CPU's tables grow, as windows of a static cache move on."""
+        """Whether one operator of a CPU is the native step, whose rotations are looked up."""
         return self._layers is not None
 
     def rotations(self, positions: Tensor) -> list[Rotation]:

@@ -64,7 +64,7 @@ class Runner:
                 self._tables: list[Rotation] | None = None
                 if plan.changing_rotaries:
                     self._rotations = [(cos.clone(), sin.clone()) for cos, sin in plan.rotations(self._positions)]
-                elif chooser is not None and plan.description is not None and not plan.keeps_rotations:
+                elif chooser is not None and plan.description is not None and not plan.takes_one_operator:
                     places = torch.arange(capacity_of(cache), device=plan.device)[:, None]
                     self._tables = [(cos.clone(), sin.clone()) for cos, sin in plan.rotations(places)]
             texts = [slice(at, at + rows) for at in range(0, batch, rows)] if rows else [None]
