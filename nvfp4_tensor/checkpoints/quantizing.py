@@ -18,6 +18,7 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.architectures import TRANSPOSED_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
 from nvfp4_tensor.checkpoints.io.safetensors import CHUNK
+from nvfp4_tensor.checkpoints.io.strips import STRIP, in_parallel
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
 from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
 from nvfp4_tensor.checkpoints.sources.reading import open_source
@@ -176,14 +177,20 @@ class Quantized(View):
         scale = torch.empty((*leading, columns // BLOCK), dtype=torch.float8_e4m3fn)
         amax = None if is_experts and name not in self._unscaled else self._shared_amax(name)
         rng_state, factors, first, row = self._rng_state(name), [], 0, 0
+        step, outputs = _rows_of_strip(columns), (qdata.view(-1, columns // 2), scale.view(-1, columns // BLOCK))
+
+        def quantized(x: Tensor, own: Tensor, row: int, *out: Tensor) -> Tensor:
+            codes, blocks, factor = torch.ops.nvfp4.quantize(x, own, rng_state, self.spec.pack(), row, 0, columns)
+            out[0].copy_(codes)
+            out[1].copy_(layout.unswizzle(blocks, len(x), columns // BLOCK))
+            return factor
+
         for chunk in self._chunks(name):
             x = chunk.mT.contiguous() if is_experts else chunk
-            own = torch.ops.nvfp4.amax(x) if amax is None else amax
-            codes, blocks, factor = torch.ops.nvfp4.quantize(x, own, rng_state, self.spec.pack(), row, 0, columns)
-            where = slice(first, first + len(x))
-            qdata.view(-1, columns // 2)[where] = codes
-            scale.view(-1, columns // BLOCK)[where] = layout.unswizzle(blocks, len(x), columns // BLOCK)
-            factors.append(factor)
+            own = _amax(x) if amax is None else amax
+            strips = [each.split(step) for each in (x, *(out[first : first + len(x)] for out in outputs))]
+            rows = range(row, row + len(x), step)
+            factors.append(in_parallel(quantized, strips[0], [own] * len(rows), rows, *strips[1:])[0])
             first, row = first + len(x), row + layout.ceil_to(len(x), self.spec.block_rows)
         input_amax = torch.tensor(self._input_amax[name], dtype=torch.float32) if entry.has_input_scale else None
         return LinearParts(
@@ -224,7 +231,7 @@ class Quantized(View):
         group = self.plan[name].group
         if group not in self._amax:
             self._keep(group)
-            every = [torch.ops.nvfp4.amax(chunk) for each in group for chunk in self._chunks(each)]
+            every = [_amax(chunk) for each in group for chunk in self._chunks(each)]
             self._amax = {group: torch.stack(every).amax()}
         return self._amax[group]
 
@@ -239,6 +246,16 @@ class Quantized(View):
         for name, nbytes in sizes.items():
             (self._kept[name],) = self.source.chunks(name, self.entries[name].shape[0], self._buffer[offset:])
             offset += nbytes
+
+
+def _rows_of_strip(columns: int) -> int:
+    return max(STRIP // columns // TILE_ROWS, 1) * TILE_ROWS
+
+
+def _amax(x: Tensor) -> Tensor:
+    """Return the largest magnitude of a matrix."""
+    strips = x.split(_rows_of_strip(x.shape[1]))
+    return torch.stack(in_parallel(torch.ops.nvfp4.amax, strips)).amax()
 
 
 def plan_folder(source: Checkpoint, exclude: Sequence[str], include: Sequence[str], experts: bool) -> ModelPlan:

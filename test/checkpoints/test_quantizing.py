@@ -6,6 +6,7 @@ from helpers.checkpoint_folders import content, dense_tensors, edit_json, same_f
 
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
 from nvfp4_tensor.checkpoints import quantizing, tensor_of
+from nvfp4_tensor.checkpoints.io import safetensors
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 
 
@@ -54,6 +55,9 @@ def test_chunks_are_bitwise_equal_to_the_weight(quantized, tmp_path, monkeypatch
     quantized({name: torch.randn(300, 48) for name in names}, "whole", **settings)
     monkeypatch.setattr(quantizing, "CHUNK", 48 * 4 * 128)
     monkeypatch.setattr(quantizing, "KEPT_BYTES", kept)
+    monkeypatch.setattr(quantizing, "STRIP", 1)
+    monkeypatch.setattr(safetensors, "_PIECE", 1000)
+    torch.set_num_threads(3)  # each takes some strips
     whole, rows = FolderCheckpoint.chunks, []
     monkeypatch.setattr(FolderCheckpoint, "chunks", lambda *a: (rows.append(a[2]), whole(*a))[1])
     quantized(None, "pieces", **settings)

@@ -7,6 +7,7 @@ fifteenth of the speed. They are written by their offsets, because the library w
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.io.files import check_regular, check_same
+from nvfp4_tensor.checkpoints.io.strips import in_parallel
 
 DTYPES = {
     "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "U32": torch.uint32,
@@ -34,6 +36,9 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 32 << 20
 """Bytes of a tensor that are read, quantized or copied at a time."""
 
+
+_PIECE = 4 << 20
+"""Bytes that a thread reads at a time."""
 
 Plan: TypeAlias = "dict[str, dict[str, dict[str, Tensor]]]"
 """The tensors of each parameter of each file, on the meta device."""
@@ -120,13 +125,9 @@ class Shards(Mapping[str, Tensor]):
         if file is None:
             file = self._open[info.file] = info.file.open("rb", buffering=0)
             check_same(info.file, self._stats[info.file], os.fstat(file.fileno()))
-        file.seek(info.offset + start)
-        view = data.numpy().data
-        while view:
-            count = file.readinto(view)  # type: ignore[attr-defined]  # unbuffered files have it
-            if not count:
-                raise ValueError(f"{info.file} was truncated while it was read")
-            view = view[count:]
+        pieces = data.split(_PIECE)
+        offsets = range(info.offset + start, info.offset + start + len(data), _PIECE)
+        in_parallel(functools.partial(_fill, file), pieces, offsets)
 
     def __contains__(self, name: object) -> bool:  # Mapping's own reads the tensor
         return name in self.info
@@ -144,6 +145,16 @@ class Shards(Mapping[str, Tensor]):
 
     def __del__(self) -> None:
         self.close()
+
+
+def _fill(file: BinaryIO, data: Tensor, offset: int) -> None:
+    """Fill ``data`` with bytes of a file from an offset on."""
+    view = data.numpy().data
+    while view:
+        count = os.preadv(file.fileno(), [view], offset)
+        if not count:
+            raise ValueError(f"{file.name} was truncated while it was read")
+        view, offset = view[count:], offset + count
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:

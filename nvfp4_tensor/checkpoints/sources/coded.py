@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
-import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +17,7 @@ from torch import Tensor
 from nvfp4_tensor.checkpoints.checkpoint import chunks_of
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import CHUNK, NAMES, Shards
+from nvfp4_tensor.checkpoints.io.strips import STRIP, in_parallel
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics.layout import TILE_ROWS
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
@@ -28,8 +25,6 @@ from nvfp4_tensor.tensor.fp8 import FP8Tensor
 if TYPE_CHECKING:
     from nvfp4_tensor.checkpoints.formats.table import TableFormat
 
-STRIP = 1 << 20
-"""Elements that a thread decodes at a time, so that the steps of a decoder find them in the cache."""
 _STRIPS = 8
 """Strips whose codes are read at a time."""
 
@@ -86,31 +81,8 @@ class Coded:
                 firsts = [start + first + i * step for i in range(len(strips))]
                 of_batch = next(codes)
                 of_strips = of_batch.split(step * per_row) if per_row else (of_batch,) * len(strips)
-                _in_parallel(decode, firsts, strips, of_strips)
+                in_parallel(decode, firsts, strips, of_strips)
             yield chunk
-
-
-def _in_parallel(call: Callable[..., object], *arguments: Sequence[Any]) -> None:
-    """Call a function of many small operators for each of the arguments, in as many threads as torch uses."""
-    threads = torch.get_num_threads()
-    is_alone = threads == 1 or len(arguments[0]) == 1
-    for _ in map(call, *arguments) if is_alone else _workers(threads, os.getpid()).map(call, *arguments):
-        pass
-
-
-@functools.cache
-def _workers(threads: int, process: int) -> ThreadPoolExecutor:
-    """Return threads of this process in which operators use no others, for which small ones wait longer than they take:
-    on a busy machine, FP8 took 80 s instead of 10."""
-    pool, all_are_there = ThreadPoolExecutor(threads), threading.Barrier(threads)
-
-    def start(_: int) -> None:
-        torch.set_num_threads(1)
-        all_are_there.wait()
-
-    list(pool.map(start, range(threads)))
-    torch.set_num_threads(threads)  # what threads that are made later use
-    return pool
 
 
 class CodedFolder(FolderCheckpoint):
