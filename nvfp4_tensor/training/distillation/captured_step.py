@@ -60,7 +60,9 @@ def _same_masks(packed: bool) -> Iterator[None]:
     makes masks there, which take a slower attention, and a second compilation.
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
-    before = {name: getattr(masking, name, None) for name in ("is_tracing", "find_packed_sequence_indices")}
+    before: dict[str, Any] = {
+        name: getattr(masking, name, None) for name in ("is_tracing", "find_packed_sequence_indices")
+    }
     if masking is None or packed or None in before.values():
         yield
         return
