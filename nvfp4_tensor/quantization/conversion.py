@@ -229,6 +229,7 @@ class Conversion:
         observed = [each for each in group if isinstance(each, ObservedLinear)] if self.converts else []
         if trained_in_nvfp4(module):
             codes = module.weight.detach()  # type: ignore[operator]
+            assert isinstance(codes, NVFP4Tensor)
             quantized = with_static_amax(codes._replace(**self.config.fields), self.config, observed)
         else:
             weight = WeightRef(f"{self.names[module]}.weight".lstrip("."), module, "weight", as_linear(module).weight)

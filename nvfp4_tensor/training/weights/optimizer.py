@@ -217,8 +217,9 @@ def to_nvfp4_parameters(
     """
 
     def trains(module: nn.Module, name: str) -> bool:
-        is_dense = isinstance(module, nn.Linear) and not isinstance(module.weight, NVFP4Tensor)
-        return is_dense and module.weight.requires_grad
+        if not isinstance(module, nn.Linear) or isinstance(module.weight, NVFP4Tensor):
+            return False
+        return module.weight.requires_grad
 
     chosen = trains if filter_fn is None else filter_fn
     config = NVFP4WeightOnlyConfig(weight_spec=spec if spec is not None else QuantizeSpec())
