@@ -1,4 +1,4 @@
-"""DistributedDataParallel with frozen NVFP4 weights, and with linears that train in NVFP4."""
+"""DistributedDataParallel with frozen weights in NVFP4 and FP8, and with linears that train in NVFP4."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig
+from nvfp4_tensor import FP8Tensor, NVFP4Tensor, NVFP4WeightOnlyConfig
 from nvfp4_tensor.distributed import check_ranks, prepare_ddp
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,9 @@ def make(seed, block_rows=1):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(48, 96), nn.ReLU(), nn.Linear(96, 32), nn.Linear(32, 8)).bfloat16().to(here())
     model[:3].requires_grad_(False)
-    quantize_(model[:3], NVFP4WeightOnlyConfig(block_rows=block_rows))
+    codes = model[2].weight.detach().to(torch.float8_e4m3fn)
+    quantize_(model[:1], NVFP4WeightOnlyConfig(block_rows=block_rows))
+    model[2].weight = nn.Parameter(FP8Tensor(codes, torch.full((1, 1), 1.0 + seed, device=here())), False)
     return model
 
 
@@ -34,8 +36,9 @@ def test_frozen_weights_and_a_trained_head():
         alone.zero_grad()
         alone(half).float().square().mean().backward()
         gradients.append(alone[3].weight.grad.clone())
-    assert isinstance(model.module[0].weight, NVFP4Tensor)
-    assert torch.equal(model.module[0].weight.dequantize(), alone[0].weight.dequantize())
+    for i, kind in ((0, NVFP4Tensor), (2, FP8Tensor)):
+        assert isinstance(model.module[i].weight, kind)
+        assert torch.equal(model.module[i].weight.dequantize(), alone[i].weight.dequantize())
     grad = model.module[3].weight.grad
     torch.testing.assert_close(grad, sum(gradients) / 2)
     assert torch.equal(*of_all_ranks(grad.cpu())) and grad.any()
