@@ -15,6 +15,7 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.safetensors import write_json
+from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.models.hf_names import names_in_files
 from nvfp4_tensor.checkpoints.models.saving import MismatchedScales, ModelCheckpoint
 from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups
@@ -74,9 +75,16 @@ def save(
         model.save_pretrained(folder, **options)
     finally:
         quantizer.weight_only = False
-    # Only the entries are needed: save_pretrained has written the values.
-    checkpoint = _NamedAsInFiles(model, checkpoint_of(model, weight_only, mismatched_scales="keep"))
+    # save_pretrained has written the values, but not what their scales lose.
+    source = checkpoint_of(model, weight_only, mismatched_scales="keep")
+    checkpoint = _NamedAsInFiles(model, source)
     write_json(folder / modelopt.HF_QUANT_CONFIG, modelopt.hf_quant_config(checkpoint))
+    lost = {
+        name: lost_factors(source.linear(own), stores_divisors=False)
+        for (own, entry), name in zip(source.entries.items(), checkpoint.entries, strict=True)
+        if entry.quantized
+    }
+    write_factors(folder / SIDECAR, {name: factors for name, factors in lost.items() if factors})
     card = model_card(
         model,
         checkpoint,

@@ -87,12 +87,14 @@ def test_bytes_are_those_of_checkpoints_save(llama, tmp_path, ids, tied):
 def test_static_activation_scales(llama, tmp_path, ids):
     """Static scales of a calibrated model load again, and its weights except for the rounding of fused groups."""
     model = calibrated(llama()[0], ids)
+    for weight in quantized(model).values():
+        weight.activation_amax.fill_(3.65625)  # by 2688 and back it has another last bit
     nvfp4.save(model, tmp_path / "w4a4")
     assert vllm_takes(tmp_path / "w4a4") == 14 and '"NVFP4"' in (tmp_path / "w4a4/config.json").read_text()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "w4a4")
     for name, weight in quantized(again).items():
         expected = model.get_parameter(name)
-        torch.testing.assert_close(weight.activation_amax, expected.activation_amax, rtol=3e-7, atol=0)
+        assert weight.activation_amax == expected.activation_amax
         if "down_proj" in name or "o_proj" in name:
             assert same_codes(weight, expected)
         exact = expected.dequantize().float()
