@@ -180,6 +180,16 @@ def test_a_sequence_does_not_depend_on_others(device):
             assert_close(out, together[b : b + 1], out.dtype)
 
 
+def test_room_in_a_cache_changes_no_bit(device):
+    """Work is divided by what a sequence sees, not by what its cache could hold."""
+    for lengths, tokens, size in [((40, 7), 1, 64), ((900, 16), 1, 128), ((1800, 300), 5, 96), ((700, 2), 2, 80)]:
+        arguments = on(device, problem(lengths=lengths, tokens=tokens, size=size, front=4, first=(3, 0)))
+        expected = nvfp4.attend_codes(*arguments)
+        for room in (16, 480, 20_000):
+            roomy = [torch.nn.functional.pad(t, (0, 0) * (t.ndim - 3) + (0, room), value=0xFF) for t in arguments[1:7]]
+            assert_same_bits(nvfp4.attend_codes(arguments[0], *roomy, *arguments[7:]), expected)
+
+
 def test_views_of_larger_buffers(device):
     arguments = on(device, problem(front=6, lengths=(40, 30)))
     expected = nvfp4.attend_codes(*arguments)

@@ -1,5 +1,6 @@
 // How attention to codes divides the machine, its plain kernel, and the combination of what blocks leave.
 #include <algorithm>
+#include <climits>
 #include <type_traits>
 
 #include "cuda/attention/codes.cuh"
@@ -14,6 +15,7 @@ constexpr int kPlainThreads = 256;
 constexpr int kCombineThreads = 512;
 constexpr int kAtOnce = 9;  // partial results that a thread loads before the first is used
 constexpr int kMostSplits = 256;
+constexpr int kMostWaves = 16;
 constexpr int kBlockCost = 32;  // of a block, beside its tiles
 
 // Any dtype and size. Grid (splits, heads of keys x passes, batch).
@@ -142,15 +144,22 @@ int warps_of() {
   else return Shape<kDim, kTiles>::kWarps;
 }
 
-// Of so many shares of a unit's tiles the number whose waves of blocks take the least time.
-int best_splits(int64_t units, int64_t slots, int64_t tiles, int64_t most) {
-  int best = 1;
-  int64_t least = INT64_MAX;
-  for (int64_t splits = 1; splits <= most; ++splits) {
-    const int64_t time = ceil_div(units * splits, slots) * (ceil_div(tiles, splits) + kBlockCost);
-    if (time < least) least = time, best = static_cast<int>(splits);
+// Shares that fill one wave of blocks or more, each from where on it takes less time than the one before.
+ShareCounts share_counts(int64_t units, int64_t slots, int at_once) {
+  ShareCounts counts{{}, {}, at_once};
+  int64_t waves = ceil_div(units, slots);
+  const auto shares_of = [&](int64_t w) { return static_cast<int>(std::min<int64_t>(w * slots / units, kMostSplits)); };
+  std::fill_n(counts.from, ShareCounts::kMost, INT_MAX);
+  std::fill_n(counts.shares, ShareCounts::kMost, shares_of(waves));
+  int known = 1;
+  for (int64_t next = waves + 1; next <= kMostWaves && known < ShareCounts::kMost; ++next) {
+    const int before = counts.shares[known - 1], shares = shares_of(next);
+    const double gained = static_cast<double>(waves) / before - static_cast<double>(next) / shares;  // of a tile
+    if (gained <= 0) continue;
+    counts.from[known] = static_cast<int>(std::min(kBlockCost * (next - waves) / gained, 1e9));
+    counts.shares[known++] = shares, waves = next;
   }
-  return best;
+  return counts;
 }
 
 template <int kDim, int kTiles>
@@ -165,9 +174,10 @@ void plan(AttendCodes& p) {
   const int64_t slots = static_cast<int64_t>(this_machine().multiprocessors) * resident;
   int64_t tiles = ceil_div(p.capacity, kCodeTile);
   if (p.window) tiles = std::min(tiles, (p.window + p.tokens) / kCodeTile + 2);
-  tiles += ceil_div(p.latest, kCodeTile) + ceil_div(p.front, kCodeTile);
+  tiles += kDenseCost * (ceil_div(p.latest, kCodeTile) + ceil_div(p.front, kCodeTile));
   const int at_once = kDim == 0 ? kPlainTile / kCodeTile : warps;  // tiles
-  p.splits = best_splits(units, slots, tiles, std::min<int64_t>(kMostSplits, ceil_div(tiles, at_once)));
+  p.counts = share_counts(units, slots, at_once);
+  p.splits = p.counts.of(static_cast<int>(tiles));
 }
 
 template <int kDim, int kTiles>

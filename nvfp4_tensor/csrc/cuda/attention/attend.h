@@ -51,6 +51,21 @@ struct Combine {
 };
 void launch_combine(const Combine& p, int kv_heads, int batch, cudaStream_t stream);
 
+// In how many shares blocks divide what is seen of a context, by its tiles: more from some lengths on, where they come
+// in more waves. Not by what a cache could hold, so that room in it changes no bit.
+struct ShareCounts {
+  static constexpr int kMost = 4;
+  int from[kMost], shares[kMost];
+  int at_once;  // tiles of a block
+
+  __host__ __device__ int of(int tiles) const {
+    int best = shares[0];
+    for (int i = 1; i < kMost; ++i) best = tiles >= from[i] ? shares[i] : best;
+    const int useful = (tiles + at_once - 1) / at_once;
+    return useful < best ? (useful > 1 ? useful : 1) : best;
+  }
+};
+
 struct AttendCodes {
   Dtype dtype;  // of q, out and dense tokens
   const void* q;
@@ -64,9 +79,10 @@ struct AttendCodes {
   bool is_rotated;
   bool is_settled;  // no kernel under way writes lengths, or the codes that they count
 
-  // The plan: a block has `block_rows` queries of one head of keys, of which there are `passes`, and one of `splits`
-  // shares of the context.
+  // The plan: a block has `block_rows` queries of one head of keys, of which there are `passes`, and a share of the
+  // context, of `splits` at most.
   int block_rows, passes, splits;
+  ShareCounts counts;
   bool is_fast;
   float* partial;
 

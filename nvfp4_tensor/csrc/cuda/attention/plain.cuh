@@ -91,8 +91,9 @@ struct TileShare {
     const int first = seen.begin / kCodeTile;
     const int coded = seen.begin < seen.end ? (seen.end + kCodeTile - 1) / kCodeTile - first : 0;
     const int dense = kDenseCost * (dense_tiles(p.front) + dense_tiles(p.latest));
-    const int all = coded + dense, each = all / p.splits, more = all % p.splits;
-    const int split = blockIdx.x, from = split * each + min(split, more), to = from + each + (split < more);
+    const int all = coded + dense, shares = p.counts.of(all), each = all / shares, more = all % shares;
+    const int split = min(static_cast<int>(blockIdx.x), shares), from = split * each + min(split, more);
+    const int to = min(from + each + (split < more), all);
     begin = first + max(from - dense, 0), end = first + max(to - dense, 0);
     dense_begin = begins(min(from, dense)), dense_end = begins(min(to, dense));
   }
