@@ -13,12 +13,8 @@ constexpr int kBias = 127;  // of e8m0
 
 float float_of(const void* x, int64_t i, Dtype dtype) {
   if (dtype == Dtype::kFloat) return static_cast<const float*>(x)[i];
-  const uint16_t bits = static_cast<const uint16_t*>(x)[i];
-  if (dtype == Dtype::kBf16) return bits_float(uint32_t{bits} << 16);
-  const uint32_t magnitude = bits & 0x7FFF;
-  float value = magnitude < 0x400 ? float(magnitude) * 0x1p-24f : bits_float((magnitude << 13) + (112u << 23));
-  if (magnitude >= 0x7C00) value = bits_float(0x7F800000u | (magnitude & 0x3FF) << 13);
-  return bits & 0x8000 ? -value : value;
+  if (dtype == Dtype::kBf16) return nvfp4::float_of(static_cast<const Bf16*>(x)[i]);
+  return nvfp4::float_of(static_cast<const Fp16*>(x)[i]);
 }
 
 // The exponent of a row's factor, which moves the largest finite magnitude into the binade below the top of what one

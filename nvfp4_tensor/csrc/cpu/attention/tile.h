@@ -27,6 +27,16 @@ inline void load_row(const T* x, int64_t size, float factor, float* out) {
   put(last, out + whole);
 }
 
+// 32 bytes, 64 codes, as two pairs: even, odd, even, odd. A template, so that an instruction set's own comes first.
+template <typename Byte>
+inline void code_pairs(const Byte* bytes, F* out) {
+  for (int pair = 0; pair < 2; ++pair) {
+    I even, odd;
+    load_codes(bytes + 16 * pair, even, odd);
+    out[2 * pair] = e2m1_values(even), out[2 * pair + 1] = e2m1_values(odd);
+  }
+}
+
 // 16 blocks of 16: 128 bytes of codes, times 16 scales. out: 8 pairs.
 inline void decode_blocks(const uint8_t* codes, const float* scales, float* out) {
   const Spread spread(load(scales));

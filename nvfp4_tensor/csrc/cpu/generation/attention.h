@@ -9,10 +9,10 @@ namespace {
 // x cos + rotate_half(x) sin of the first elements of a head; what is left stays. kWide: rounded once.
 template <bool kWide>
 inline void rotate_head(const Bf16* x, const Rotation& r, Bf16* out) {
-  const auto stored = [](float x) { return kWide ? x : widened(rounded(x)); };
+  const auto stored = [](float x) { return kWide ? x : float_of(rounded(x)); };
   const int64_t half = r.size / 2;
   for (int64_t i = 0; i < half; ++i) {
-    const float low = widened(x[i]), high = widened(x[half + i]);
+    const float low = float_of(x[i]), high = float_of(x[half + i]);
     const float low_cos = stored(low * r.cos[i]), low_sin = stored(-high * r.sin[i]);
     const float high_cos = stored(high * r.cos[half + i]), high_sin = stored(low * r.sin[half + i]);
     out[i] = rounded(low_cos + low_sin);
@@ -61,7 +61,7 @@ inline void cap_scores(float* scores, int64_t count, float cap) {
 // Scores become e^(score - the largest); returns their sum, with that of the sink. What lies behind them in the last
 // register is as large as the last of them, and becomes 0.
 inline float exponentials(float* scores, int64_t count, const Bf16* sink) {
-  F mosts = set(sink ? widened(*sink) : scores[0]);
+  F mosts = set(sink ? float_of(*sink) : scores[0]);
   for (int64_t t = 0; t < count; t += kLanes) {
     const F at = load(scores + t);
     mosts = select(less(mosts, at), at, mosts);
@@ -73,7 +73,7 @@ inline float exponentials(float* scores, int64_t count, const Bf16* sink) {
     for (int64_t behind = count; behind < t + kLanes; ++behind) scores[behind] = 0.0f;
     sum = add(sum, load(scores + t));
   }
-  return sum_of(sum) + (sink ? exp_of(widened(*sink) - most) : 0.0f);
+  return sum_of(sum) + (sink ? exp_of(float_of(*sink) - most) : 0.0f);
 }
 
 // Values times the exponentials, divided by their sum.

@@ -167,7 +167,7 @@ class BlockReader {
     Product p = weight_of(next(3), name, rows, columns);
     if (const Bf16* bias = row(Part(part + 1), "a bias", p.rows)) {
       auto& wide = biases_.emplace_back(p.rows);
-      for (int64_t i = 0; i < p.rows; ++i) wide[i] = bits_float(uint32_t{bias[i].bits} << 16);
+      for (int64_t i = 0; i < p.rows; ++i) wide[i] = float_of(bias[i]);
       p.bias = wide.data(), p.bias_step = 1;
     }
     return p;
@@ -320,7 +320,7 @@ struct Model {
       auto& wide = numbers.emplace_back(size);
       for (int64_t i = 0; i < size; ++i) {
         wide[i] = is_wide ? static_cast<const float*>(t->const_data_ptr())[i]
-                          : bits_float(uint32_t{static_cast<const Bf16*>(t->const_data_ptr())[i].bits} << 16);
+                          : float_of(static_cast<const Bf16*>(t->const_data_ptr())[i]);
       }
       (t == &cos ? r.cos : r.sin) = wide.data();
     }

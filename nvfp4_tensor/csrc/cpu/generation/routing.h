@@ -20,12 +20,6 @@ struct Chosen {
   std::vector<float> weights;
 };
 
-inline float float_of(Bf16 x) { return bits_float(uint32_t{x.bits} << 16); }
-inline Bf16 bf16_of(float x) {
-  const uint32_t b = float_bits(x);
-  return {uint16_t((x != x ? 0x7FC00000u : b + 0x7FFF + (b >> 16 & 1)) >> 16)};
-}
-
 inline void softmax(std::vector<float>& x) {
   const float most = *std::max_element(x.begin(), x.end());
   float sum = 0.0f;

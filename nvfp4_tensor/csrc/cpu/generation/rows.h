@@ -36,12 +36,7 @@ struct Pairs {
   }
 };
 
-inline float widened(Bf16 x) { return bits_float(uint32_t{x.bits} << 16); }
-inline float widened(float x) { return x; }
-inline Bf16 rounded(float x) {
-  const uint32_t b = float_bits(x), sum = b + 0x7FFF + (b >> 16 & 1);
-  return {uint16_t((x != x ? 0x7FC00000u : sum) >> 16)};
-}
+inline Bf16 rounded(float x) { return bf16_of(x); }
 
 inline float sum_of(F x) {
   float lane[kLanes], sum = 0.0f;
@@ -75,7 +70,7 @@ inline F rounded(F x) {
 inline F negative(F x) { return as_float(bit_xor(bits(x), set(int32_t(0x80000000)))); }
 
 // e^x within 2 units of the last place, for x up to 88; 0 below -87.
-inline F exp_of(F x) {
+NVFP4_INLINE F exp_of(F x) {
   constexpr float kMagic = 0x1.8p23f, kLog2E = 1.44269504f, kLn2High = 0x1.62e4p-1f, kLn2Low = 1.42860677e-6f;
   const F low = set(-87.5f), high = set(88.0f);
   const F clamped = select(less(x, low), low, select(less(high, x), high, x));
@@ -97,7 +92,7 @@ inline float exp_of(float x) {
 inline void add_row(Bf16* sum, const Bf16* x, float factor, int64_t size) {
   if (factor != 1.0f) {
     for (int64_t i = 0; i < size; ++i) {
-      sum[i] = rounded(widened(sum[i]) + widened(rounded(widened(x[i]) * factor)));
+      sum[i] = rounded(float_of(sum[i]) + float_of(rounded(float_of(x[i]) * factor)));
     }
     return;
   }
@@ -125,10 +120,10 @@ template <typename Weight>
 inline void norm_elements(const Bf16* x, const Weight* weight, int style, float scale, Bf16* out, int64_t size) {
   const float offset = style & kPlusOne ? 1.0f : 0.0f;
   if (style & kRoundOnce) {
-    for (int64_t i = 0; i < size; ++i) out[i] = rounded((widened(weight[i]) + offset) * (widened(x[i]) * scale));
+    for (int64_t i = 0; i < size; ++i) out[i] = rounded((float_of(weight[i]) + offset) * (float_of(x[i]) * scale));
   } else {
     for (int64_t i = 0; i < size; ++i) {
-      out[i] = rounded((widened(weight[i]) + offset) * widened(rounded(widened(x[i]) * scale)));
+      out[i] = rounded((float_of(weight[i]) + offset) * float_of(rounded(float_of(x[i]) * scale)));
     }
   }
 }
@@ -254,7 +249,7 @@ inline void multiply_tile(const DenseProduct& p, int64_t row, int64_t first, int
   for (int m = 0; m < kX; ++m) {
     store(sums, sums_of_lanes(tiles[m], kLanes));
     Bf16* y = p.y + (row + m) * p.rows + first;
-    for (int64_t r = 0; r < count; ++r) y[r] = rounded(sums[r] + (p.bias ? widened(p.bias[first + r]) : 0.0f));
+    for (int64_t r = 0; r < count; ++r) y[r] = rounded(sums[r] + (p.bias ? float_of(p.bias[first + r]) : 0.0f));
   }
 }
 

@@ -27,6 +27,20 @@ struct Fp16 {
   uint16_t bits;
 };
 
+// Never functions of their own, of which a linker could keep one that is compiled for another CPU.
+NVFP4_INLINE float float_of(float x) { return x; }
+NVFP4_INLINE float float_of(Bf16 x) { return bits_float(uint32_t{x.bits} << 16); }
+NVFP4_INLINE float float_of(Fp16 x) {
+  const uint32_t magnitude = x.bits & 0x7FFF;
+  float value = magnitude < 0x400 ? float(magnitude) * 0x1p-24f : bits_float((magnitude << 13) + (112u << 23));
+  if (magnitude >= 0x7C00) value = bits_float(0x7F800000u | (magnitude & 0x3FF) << 13);
+  return x.bits & 0x8000 ? -value : value;
+}
+NVFP4_INLINE Bf16 bf16_of(float x) {
+  const uint32_t b = float_bits(x), sum = b + 0x7FFF + (b >> 16 & 1);
+  return {uint16_t((x != x ? 0x7FC00000u : sum) >> 16)};
+}
+
 constexpr int kGroupBlocks = 16;
 constexpr int kGroupElements = kGroupBlocks * kBlock;
 constexpr int kGroupBytes = kGroupElements / 2;

@@ -22,7 +22,7 @@ inline uint32_t finite_max_bits(const Bf16* x, int64_t count) {
   return uint32_t(finite_max<uint16_t>(&x->bits, count, 0x7F80)) << 16;
 }
 inline uint32_t finite_max_bits(const Fp16* x, int64_t count) {
-  return half_to_float_bits(finite_max<uint16_t>(&x->bits, count, 0x7C00));
+  return float_bits(float_of(Fp16{finite_max<uint16_t>(&x->bits, count, 0x7C00)}));
 }
 inline uint32_t finite_max_bits(const float* x, int64_t count) {
   return finite_max<uint32_t>(reinterpret_cast<const uint32_t*>(x), count, kInfBits);

@@ -14,14 +14,6 @@ constexpr int kPairs = kGroupBlocks / 2;
 constexpr int32_t kInfBits = 0x7F800000;
 constexpr int32_t kOneBits = 0x3F800000;
 
-// The float32 of a nonnegative finite float16, as bits.
-inline uint32_t half_to_float_bits(uint16_t half) {
-  const float value = half < 0x400 ? half * 0x1p-24f : std::ldexp(float(0x400 | (half & 0x3FF)), (half >> 10) - 25);
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
 // --- rounding to E2M1 ------------------------------------------------------------------------------------------------
 
 // What a rounding mode is to a kernel: stochastic rounding differs by its fraction bits.
@@ -72,7 +64,7 @@ inline F nearest_magnitude(F v) {
 // --- block scales ----------------------------------------------------------------------------------------------------
 
 // The values of bytes 0..0x7E; NaN for those above.
-inline F e4m3_values(I bytes) {
+NVFP4_INLINE F e4m3_values(I bytes) {
   const F normal = as_float(shift_left<20>(add(bytes, set(120 << 3))));
   const F small = mul(to_float(bytes), set(1.0f / 512.0f));
   const F value = select(greater(set(8), bytes), small, normal);

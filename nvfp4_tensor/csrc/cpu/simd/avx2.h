@@ -1,5 +1,4 @@
-// Sixteen lanes in two AVX2 registers: the vocabulary of the kernels; portable.h
-// says what each word means.
+// Sixteen lanes in two AVX2 registers: the vocabulary of the kernels; lanes.h and portable.h say what each word means.
 #pragma once
 
 #include <immintrin.h>
@@ -7,108 +6,53 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/host/kernels.h"
+namespace nvfp4::avx2 {
+
+using Floats = __m256;
+using Ints = __m256i;
+constexpr int kParts = 2;
+
+}  // namespace nvfp4::avx2
+
+#include "cpu/simd/lanes.h"
 
 namespace nvfp4::avx2 {
 
-struct F {
-  __m256 low, high;
-};
-struct I {
-  __m256i low, high;
-};
-using Mask = I;  // all ones or all zeros
-
 constexpr bool kManyRegisters = false;
-alignas(64) inline constexpr int32_t kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-inline F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-inline I set(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-inline I bits(F x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
-inline F as_float(I x) { return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)}; }
-inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
-
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 inline void store256(void* p, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
-inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
-inline I load(const int32_t* p) { return {load256(p), load256(p + 8)}; }
-inline F load_halves(const float* low, const float* high) { return {_mm256_loadu_ps(low), _mm256_loadu_ps(high)}; }
-inline void store(float* p, F x) {
-  _mm256_storeu_ps(p, x.low);
-  _mm256_storeu_ps(p + 8, x.high);
-}
-inline void store(int32_t* p, I x) {
-  store256(p, x.low);
-  store256(p + 8, x.high);
-}
 // p[0], p[16], ... p[240].
 inline F gather_stride16(const float* p) {
   const __m256i index = _mm256_slli_epi32(load256(kLaneNumbers), 4);
   return {_mm256_i32gather_ps(p, index, 4), _mm256_i32gather_ps(p + 128, index, 4)};
 }
 
-inline F add(F a, F b) { return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)}; }
-inline F sub(F a, F b) { return {_mm256_sub_ps(a.low, b.low), _mm256_sub_ps(a.high, b.high)}; }
-inline F mul(F a, F b) { return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)}; }
-inline F div(F a, F b) { return {_mm256_div_ps(a.low, b.low), _mm256_div_ps(a.high, b.high)}; }
-inline F min(F a, F b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
-inline I add(I a, I b) { return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)}; }
-inline I sub(I a, I b) { return {_mm256_sub_epi32(a.low, b.low), _mm256_sub_epi32(a.high, b.high)}; }
-inline I max(I a, I b) { return {_mm256_max_epi32(a.low, b.low), _mm256_max_epi32(a.high, b.high)}; }
-inline I bit_and(I a, I b) { return {_mm256_and_si256(a.low, b.low), _mm256_and_si256(a.high, b.high)}; }
-inline I bit_or(I a, I b) { return {_mm256_or_si256(a.low, b.low), _mm256_or_si256(a.high, b.high)}; }
-inline I bit_xor(I a, I b) { return {_mm256_xor_si256(a.low, b.low), _mm256_xor_si256(a.high, b.high)}; }
-inline F abs(F a) { return as_float(bit_and(bits(a), set(0x7FFFFFFF))); }
-template <int n>
-inline I shift_left(I a) {
-  return {_mm256_slli_epi32(a.low, n), _mm256_slli_epi32(a.high, n)};
-}
-template <int n>
-inline I shift_right(I a) {
-  return {_mm256_srli_epi32(a.low, n), _mm256_srli_epi32(a.high, n)};
-}
-
-inline Mask less(F a, F b) {
-  return bits(F{_mm256_cmp_ps(a.low, b.low, _CMP_LT_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_LT_OQ)});
-}
-inline Mask is_nan(F a) {
-  return bits(F{_mm256_cmp_ps(a.low, a.low, _CMP_UNORD_Q), _mm256_cmp_ps(a.high, a.high, _CMP_UNORD_Q)});
-}
-inline Mask equal(I a, I b) { return {_mm256_cmpeq_epi32(a.low, b.low), _mm256_cmpeq_epi32(a.high, b.high)}; }
-inline Mask greater(I a, I b) { return {_mm256_cmpgt_epi32(a.low, b.low), _mm256_cmpgt_epi32(a.high, b.high)}; }
-inline Mask both(Mask a, Mask b) { return bit_and(a, b); }
-inline Mask either(Mask a, Mask b) { return bit_or(a, b); }
+inline F min(F a, F b) { return {_mm256_min_ps(a.v[0], b.v[0]), _mm256_min_ps(a.v[1], b.v[1])}; }
 inline I select(Mask m, I yes, I no) {
-  return {_mm256_blendv_epi8(no.low, yes.low, m.low), _mm256_blendv_epi8(no.high, yes.high, m.high)};
+  return {_mm256_blendv_epi8(no.v[0], yes.v[0], m.v[0]), _mm256_blendv_epi8(no.v[1], yes.v[1], m.v[1])};
 }
 inline F select(Mask m, F yes, F no) { return as_float(select(m, bits(yes), bits(no))); }
 inline uint32_t lanes(Mask m) {
   const F f = as_float(m);
-  return uint32_t(_mm256_movemask_ps(f.low)) | uint32_t(_mm256_movemask_ps(f.high)) << 8;
+  return uint32_t(_mm256_movemask_ps(f.v[0])) | uint32_t(_mm256_movemask_ps(f.v[1])) << 8;
 }
 
 inline F magnitude_to_6(F a) { return min(abs(a), set(6.0f)); }
-inline F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)}; }
+inline F fma(F a, F b, F c) {
+  return {_mm256_fmadd_ps(a.v[0], b.v[0], c.v[0]), _mm256_fmadd_ps(a.v[1], b.v[1], c.v[1])};
+}
 inline F add_exact_product(F t, F scale, F a) { return fma(t, scale, a); }
 inline F sub_exact_product(F t, float scale, F a) {
   const __m256 s = _mm256_set1_ps(scale);
-  return {_mm256_fnmadd_ps(t.low, s, a.low), _mm256_fnmadd_ps(t.high, s, a.high)};
+  return {_mm256_fnmadd_ps(t.v[0], s, a.v[0]), _mm256_fnmadd_ps(t.v[1], s, a.v[1])};
 }
-template <int fraction_bits>
-inline I fixed_point(F t, F a) {
-  const I inverse_t = sub(set(254 << 23), bits(t));
-  const F steps = mul(a, mul(as_float(inverse_t), set(float(2 << fraction_bits))));
-  const I count = {_mm256_cvttps_epi32(steps.low), _mm256_cvttps_epi32(steps.high)};
-  return add(add(count, bits(t)), set((6 << fraction_bits) + (6 << 23)));
-}
-
 template <int distance>
 inline F swap_lanes(F a) {
   if constexpr (distance == 4) {
-    return {_mm256_permute2f128_ps(a.low, a.low, 1), _mm256_permute2f128_ps(a.high, a.high, 1)};
+    return {_mm256_permute2f128_ps(a.v[0], a.v[0], 1), _mm256_permute2f128_ps(a.v[1], a.v[1], 1)};
   } else {
     constexpr int order = distance == 1 ? 0b10110001 : 0b01001110;
-    return {_mm256_permute_ps(a.low, order), _mm256_permute_ps(a.high, order)};
+    return {_mm256_permute_ps(a.v[0], order), _mm256_permute_ps(a.v[1], order)};
   }
 }
 
@@ -135,8 +79,8 @@ inline __m128i even_words(__m256i x) {
 
 inline void load_pairs(const Fp16* p, F& even, F& odd) {
   const I x = {load256(p), load256(p + 16)}, upper = shift_right<16>(x);
-  even = {_mm256_cvtph_ps(even_words(x.low)), _mm256_cvtph_ps(even_words(x.high))};
-  odd = {_mm256_cvtph_ps(even_words(upper.low)), _mm256_cvtph_ps(even_words(upper.high))};
+  even = {_mm256_cvtph_ps(even_words(x.v[0])), _mm256_cvtph_ps(even_words(x.v[1]))};
+  odd = {_mm256_cvtph_ps(even_words(upper.v[0])), _mm256_cvtph_ps(even_words(upper.v[1]))};
 }
 
 inline void split(__m256 a, __m256 b, __m256& even, __m256& odd) {
@@ -147,22 +91,22 @@ inline void split(__m256 a, __m256 b, __m256& even, __m256& odd) {
   odd = in_order(_mm256_shuffle_ps(a, b, 0b11011101));
 }
 inline void load_pairs(const float* p, F& even, F& odd) {
-  split(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8), even.low, odd.low);
-  split(_mm256_loadu_ps(p + 16), _mm256_loadu_ps(p + 24), even.high, odd.high);
+  split(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8), even.v[0], odd.v[0]);
+  split(_mm256_loadu_ps(p + 16), _mm256_loadu_ps(p + 24), even.v[1], odd.v[1]);
 }
 
 inline void store_pairs(Bf16* p, F even, F odd) {
   const I one = set(1), half = set(0x7FFF), e = bits(even), o = bits(odd);
   const I low = shift_right<16>(add(add(e, half), bit_and(shift_right<16>(e), one)));
   const I high = add(add(o, half), bit_and(shift_right<16>(o), one));
-  store256(p, _mm256_blend_epi16(low.low, high.low, 0b10101010));
-  store256(p + 16, _mm256_blend_epi16(low.high, high.high, 0b10101010));
+  store256(p, _mm256_blend_epi16(low.v[0], high.v[0], 0b10101010));
+  store256(p + 16, _mm256_blend_epi16(low.v[1], high.v[1], 0b10101010));
 }
 
 inline void store_pairs(Fp16* p, F even, F odd) {
   const auto halves = [](__m256 x) { return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); };
-  store256(p, _mm256_or_si256(halves(even.low), _mm256_slli_epi32(halves(odd.low), 16)));
-  store256(p + 16, _mm256_or_si256(halves(even.high), _mm256_slli_epi32(halves(odd.high), 16)));
+  store256(p, _mm256_or_si256(halves(even.v[0]), _mm256_slli_epi32(halves(odd.v[0]), 16)));
+  store256(p + 16, _mm256_or_si256(halves(even.v[1]), _mm256_slli_epi32(halves(odd.v[1]), 16)));
 }
 
 inline void merge(float* p, __m256 even, __m256 odd) {
@@ -171,8 +115,8 @@ inline void merge(float* p, __m256 even, __m256 odd) {
   _mm256_storeu_ps(p + 8, _mm256_permute2f128_ps(a, b, 0x31));
 }
 inline void store_pairs(float* p, F even, F odd) {
-  merge(p, even.low, odd.low);
-  merge(p + 16, even.high, odd.high);
+  merge(p, even.v[0], odd.v[0]);
+  merge(p + 16, even.v[1], odd.v[1]);
 }
 
 inline I pack_codes(I even_code, I odd_code, F even_value, F odd_value) {
@@ -184,7 +128,7 @@ inline I pack_codes(I even_code, I odd_code, F even_value, F odd_value) {
 
 // 32 lanes of a byte each to 32 bytes in order.
 inline __m256i bytes_of(I a, I b) {
-  const __m256i words = _mm256_packus_epi16(_mm256_packus_epi32(a.low, a.high), _mm256_packus_epi32(b.low, b.high));
+  const __m256i words = _mm256_packus_epi16(_mm256_packus_epi32(a.v[0], a.v[1]), _mm256_packus_epi32(b.v[0], b.v[1]));
   return _mm256_permutevar8x32_epi32(words, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 inline void store_codes(uint8_t* out, const I* pairs) {
@@ -203,12 +147,12 @@ inline void load_codes(const uint8_t* bytes, I& even, I& odd) {
 }
 inline F e2m1_values(I codes) {
   const __m256 table = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
-  const F magnitude = {_mm256_permutevar8x32_ps(table, codes.low), _mm256_permutevar8x32_ps(table, codes.high)};
+  const F magnitude = {_mm256_permutevar8x32_ps(table, codes.v[0]), _mm256_permutevar8x32_ps(table, codes.v[1])};
   return as_float(bit_or(bits(magnitude), shift_left<28>(bit_and(codes, set(8)))));
 }
 
-// 32 bytes, 64 codes, as two pairs: even, odd, even, odd. A value's bfloat16 is two bytes, each of a table of 16:
-// 20 instructions, where e2m1_values takes 40.
+// 32 bytes, 64 codes, as two pairs: even, odd, even, odd: before the template of attention/tile.h. A value's bfloat16
+// is two bytes, each of a table of 16: 20 instructions, where e2m1_values takes 40.
 inline void code_pairs(const uint8_t* bytes, F* out) {
   const auto both = [](__m128i table) { return _mm256_broadcastsi128_si256(table); };
   const __m256i low_bytes = both(_mm_setr_epi8(0, 0, -128, -64, 0, 64, -128, -64, 0, 0, -128, -64, 0, 64, -128, -64));
@@ -231,12 +175,6 @@ inline void code_pairs(const uint8_t* bytes, F* out) {
 constexpr bool kDecodesByTable = false;
 inline void lookup_pair(const uint8_t*, const uint16_t*, const uint16_t*, void*) {}
 
-struct Spread {
-  alignas(64) float values[16];
-  explicit Spread(F x) { store(values, x); }
-  F pair(int p) const { return {_mm256_broadcast_ss(values + 2 * p), _mm256_broadcast_ss(values + 2 * p + 1)}; }
-};
-
 // --- block maxima ----------------------------------------------------------------------------------------------------
 
 // The largest of 16 magnitudes of 15 bits: the instruction for it finds the smallest of 8.
@@ -254,7 +192,7 @@ I block_magnitudes16(const T* p) {
 inline I block_magnitudes(const Bf16* p) { return shift_left<16>(block_magnitudes16(p)); }
 inline I block_magnitudes(const Fp16* p) {
   const I m = block_magnitudes16(p);
-  return bits(F{_mm256_cvtph_ps(even_words(m.low)), _mm256_cvtph_ps(even_words(m.high))});
+  return bits(F{_mm256_cvtph_ps(even_words(m.v[0])), _mm256_cvtph_ps(even_words(m.v[1]))});
 }
 inline I block_magnitudes(const float* p) {
   alignas(64) int32_t out[16];
@@ -279,19 +217,17 @@ inline void multiply_wide(__m256i a, __m256i b, __m256i& low, __m256i& high) {
 }
 inline void multiply_wide(I a, uint32_t constant, I& low, I& high) {
   const __m256i b = _mm256_set1_epi32(int32_t(constant));
-  multiply_wide(a.low, b, low.low, high.low);
-  multiply_wide(a.high, b, low.high, high.high);
+  multiply_wide(a.v[0], b, low.v[0], high.v[0]);
+  multiply_wide(a.v[1], b, low.v[1], high.v[1]);
 }
-inline I xor3(I a, I b, I c) { return bit_xor(bit_xor(a, b), c); }
-
 // Each block's 16 bytes in order.
 struct RandomWindows {
   alignas(64) uint8_t bytes[16][16];
   static I lane_order(I x) { return x; }
   RandomWindows() = default;
   explicit RandomWindows(const I* word) {
-    place(0, word[0].low, word[1].low, word[2].low, word[3].low);
-    place(8, word[0].high, word[1].high, word[2].high, word[3].high);
+    place(0, word[0].v[0], word[1].v[0], word[2].v[0], word[3].v[0]);
+    place(8, word[0].v[1], word[1].v[1], word[2].v[1], word[3].v[1]);
   }
   void pair(int p, I& even, I& odd) const {
     const __m128i a = block(2 * p), b = block(2 * p + 1);

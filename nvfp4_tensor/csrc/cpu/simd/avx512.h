@@ -1,5 +1,5 @@
-// Sixteen lanes in one AVX-512 register: the vocabulary of the kernels; portable.h
-// says what each word means.
+// Sixteen lanes in one AVX-512 register: the vocabulary of the kernels; lanes.h and portable.h say what each word
+// means.
 #pragma once
 
 #include <immintrin.h>
@@ -161,15 +161,6 @@ inline F e2m1_values(I codes) {
   const F table = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f,
                                  -3.0f, -4.0f, -6.0f);
   return _mm512_permutexvar_ps(codes, table);
-}
-
-// 32 bytes, 64 codes, as two pairs: even, odd, even, odd.
-inline void code_pairs(const uint8_t* bytes, F* out) {
-  for (int pair = 0; pair < 2; ++pair) {
-    I even, odd;
-    load_codes(bytes + 16 * pair, even, odd);
-    out[2 * pair] = e2m1_values(even), out[2 * pair + 1] = e2m1_values(odd);
-  }
 }
 
 // Of each byte of 32 words: where the code is in the four codes of its eight bytes, and what its index has besides it.

@@ -1,6 +1,6 @@
-// Sixteen lanes in four NEON registers, what every AArch64 has: the vocabulary of the kernels; portable.h says what
-// each word means. Its functions are of the namespace of the file that includes it: those of a file for CPUs with more
-// than NEON run nowhere else, whichever of two inline functions a linker keeps.
+// Sixteen lanes in four NEON registers, what every AArch64 has: the vocabulary of the kernels; lanes.h and
+// portable.h say what each word means. Its functions are of the namespace of the file that includes it: those of a file
+// for CPUs with more than NEON run nowhere else, whichever of two inline functions a linker keeps.
 #pragma once
 
 #include <arm_neon.h>
@@ -8,54 +8,23 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/host/kernels.h"
+namespace nvfp4::NVFP4_ISA {
+
+using Floats = float32x4_t;
+using Ints = int32x4_t;
+constexpr int kParts = 4;
+
+}  // namespace nvfp4::NVFP4_ISA
+
+#include "cpu/simd/lanes.h"
 
 namespace nvfp4::NVFP4_ISA {
 
-struct F {
-  float32x4_t v[4];
-};
-struct I {
-  int32x4_t v[4];
-};
-using Mask = I;  // all ones or all zeros
-
 constexpr bool kManyRegisters = false;
-alignas(64) inline constexpr int32_t kLaneNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-// f of each register of its arguments.
-template <typename V, typename Function, typename... Args>
-NVFP4_INLINE V map(Function f, const Args&... a) {
-  return {{f(a.v[0]...), f(a.v[1]...), f(a.v[2]...), f(a.v[3]...)}};
-}
-
 inline uint32x4_t unsigned_of(int32x4_t x) { return vreinterpretq_u32_s32(x); }
 inline int32x4_t signed_of(uint32x4_t x) { return vreinterpretq_s32_u32(x); }
 inline uint16x8_t words_of(int32x4_t x) { return vreinterpretq_u16_s32(x); }
 
-inline F set(float x) { return {{vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x)}}; }
-inline I set(int32_t x) { return {{vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x), vdupq_n_s32(x)}}; }
-inline I bits(F x) {
-  return map<I>([](float32x4_t a) { return vreinterpretq_s32_f32(a); }, x);
-}
-inline F as_float(I x) {
-  return map<F>([](int32x4_t a) { return vreinterpretq_f32_s32(a); }, x);
-}
-inline F to_float(I x) {
-  return map<F>([](int32x4_t a) { return vcvtq_f32_s32(a); }, x);
-}
-
-inline F load_halves(const float* low, const float* high) {
-  return {{vld1q_f32(low), vld1q_f32(low + 4), vld1q_f32(high), vld1q_f32(high + 4)}};
-}
-inline F load(const float* p) { return load_halves(p, p + 8); }
-inline I load(const int32_t* p) { return {{vld1q_s32(p), vld1q_s32(p + 4), vld1q_s32(p + 8), vld1q_s32(p + 12)}}; }
-inline void store(float* p, F x) {
-  for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, x.v[i]);
-}
-inline void store(int32_t* p, I x) {
-  for (int i = 0; i < 4; ++i) vst1q_s32(p + 4 * i, x.v[i]);
-}
 // p[0], p[16], ... p[240].
 inline F gather_stride16(const float* p) {
   const auto four = [](const float* p) {
@@ -69,47 +38,9 @@ inline F gather_stride16(const float* p) {
 
 // --- arithmetic ------------------------------------------------------------------------------------------------------
 
-inline F add(F a, F b) { return {{a.v[0] + b.v[0], a.v[1] + b.v[1], a.v[2] + b.v[2], a.v[3] + b.v[3]}}; }
-inline F sub(F a, F b) { return {{a.v[0] - b.v[0], a.v[1] - b.v[1], a.v[2] - b.v[2], a.v[3] - b.v[3]}}; }
-inline F mul(F a, F b) { return {{a.v[0] * b.v[0], a.v[1] * b.v[1], a.v[2] * b.v[2], a.v[3] * b.v[3]}}; }
-inline F div(F a, F b) { return {{a.v[0] / b.v[0], a.v[1] / b.v[1], a.v[2] / b.v[2], a.v[3] / b.v[3]}}; }
 inline F min(F a, F b) {  // NEON's own is a NaN where either is
   return map<F>([](float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }, a, b);
 }
-inline F abs(F a) {
-  return map<F>([](float32x4_t a) { return vabsq_f32(a); }, a);
-}
-inline I add(I a, I b) { return {{a.v[0] + b.v[0], a.v[1] + b.v[1], a.v[2] + b.v[2], a.v[3] + b.v[3]}}; }
-inline I sub(I a, I b) { return {{a.v[0] - b.v[0], a.v[1] - b.v[1], a.v[2] - b.v[2], a.v[3] - b.v[3]}}; }
-inline I max(I a, I b) {
-  return map<I>([](int32x4_t a, int32x4_t b) { return vmaxq_s32(a, b); }, a, b);
-}
-inline I bit_and(I a, I b) { return {{a.v[0] & b.v[0], a.v[1] & b.v[1], a.v[2] & b.v[2], a.v[3] & b.v[3]}}; }
-inline I bit_or(I a, I b) { return {{a.v[0] | b.v[0], a.v[1] | b.v[1], a.v[2] | b.v[2], a.v[3] | b.v[3]}}; }
-inline I bit_xor(I a, I b) { return {{a.v[0] ^ b.v[0], a.v[1] ^ b.v[1], a.v[2] ^ b.v[2], a.v[3] ^ b.v[3]}}; }
-template <int n>
-inline I shift_left(I a) {
-  return map<I>([](int32x4_t a) { return vshlq_n_s32(a, n); }, a);
-}
-template <int n>
-inline I shift_right(I a) {
-  return map<I>([](int32x4_t a) { return signed_of(vshrq_n_u32(unsigned_of(a), n)); }, a);
-}
-
-inline Mask less(F a, F b) {
-  return map<I>([](float32x4_t a, float32x4_t b) { return signed_of(vcltq_f32(a, b)); }, a, b);
-}
-inline Mask is_nan(F a) {
-  return map<I>([](float32x4_t a) { return vmvnq_s32(signed_of(vceqq_f32(a, a))); }, a);
-}
-inline Mask equal(I a, I b) {
-  return map<I>([](int32x4_t a, int32x4_t b) { return signed_of(vceqq_s32(a, b)); }, a, b);
-}
-inline Mask greater(I a, I b) {
-  return map<I>([](int32x4_t a, int32x4_t b) { return signed_of(vcgtq_s32(a, b)); }, a, b);
-}
-inline Mask both(Mask a, Mask b) { return bit_and(a, b); }
-inline Mask either(Mask a, Mask b) { return bit_or(a, b); }
 inline I select(Mask m, I yes, I no) {
   return map<I>([](int32x4_t m, int32x4_t yes, int32x4_t no) { return vbslq_s32(unsigned_of(m), yes, no); }, m, yes,
                 no);
@@ -144,14 +75,6 @@ inline F add_exact_product(F t, F scale, F a) { return fma(t, scale, a); }
 inline F sub_exact_product(F t, float scale, F a) {
   return map<F>([&](float32x4_t t, float32x4_t a) { return vfmsq_f32(a, t, vdupq_n_f32(scale)); }, t, a);
 }
-template <int fraction_bits>
-inline I fixed_point(F t, F a) {
-  const I inverse_t = sub(set(254 << 23), bits(t));
-  const F steps = mul(a, mul(as_float(inverse_t), set(float(2 << fraction_bits))));
-  const I count = map<I>([](float32x4_t x) { return vcvtq_s32_f32(x); }, steps);
-  return add(add(count, bits(t)), set((6 << fraction_bits) + (6 << 23)));
-}
-
 template <int distance>
 inline F swap_lanes(F a) {
   if constexpr (distance == 4) return {{a.v[1], a.v[0], a.v[3], a.v[2]}};
@@ -278,15 +201,6 @@ inline F e2m1_numbers(I codes) {
 }
 inline F e2m1_values(I codes) { return e2m1_numbers<0>(codes); }
 
-// 32 bytes, 64 codes, as two pairs: even, odd, even, odd.
-inline void code_pairs(const uint8_t* bytes, F* out) {
-  for (int pair = 0; pair < 2; ++pair) {
-    I even, odd;
-    load_codes(bytes + 16 * pair, even, odd);
-    out[2 * pair] = e2m1_values(even), out[2 * pair + 1] = e2m1_values(odd);
-  }
-}
-
 constexpr bool kDecodesByTable = true;
 inline void lookup_pair(const uint8_t* codes, const uint16_t* first_row, const uint16_t* second_row, void* out) {
   const uint8x16_t both = vld1q_u8(codes), even = vandq_u8(both, vdupq_n_u8(15)), odd = vshrq_n_u8(both, 4);
@@ -298,15 +212,6 @@ inline void lookup_pair(const uint8_t* codes, const uint16_t* first_row, const u
   look_up(first_row, vzip1q_u8(even, odd), static_cast<uint8_t*>(out));
   look_up(second_row, vzip2q_u8(even, odd), static_cast<uint8_t*>(out) + 32);
 }
-
-struct Spread {
-  alignas(64) float values[16];
-  explicit Spread(F x) { store(values, x); }
-  F pair(int p) const {
-    const float32x4_t low = vld1q_dup_f32(values + 2 * p), high = vld1q_dup_f32(values + 2 * p + 1);
-    return {{low, low, high, high}};
-  }
-};
 
 // --- block maxima ----------------------------------------------------------------------------------------------------
 
@@ -365,8 +270,6 @@ inline void multiply_wide(I a, uint32_t constant, I& low, I& high) {
     high.v[i] = signed_of(vuzp2q_u32(first, second));
   }
 }
-inline I xor3(I a, I b, I c) { return bit_xor(bit_xor(a, b), c); }
-
 // Each block's 16 bytes in order.
 struct RandomWindows {
   alignas(64) uint32_t words[16][4];

@@ -97,7 +97,7 @@ inline F arrange_blocks(F words) {
 }
 
 inline F restore_block(F values) {
-  return each_lane<F>([&](int lane) { return values[place_of_column(lane)]; });
+  return each_lane<F>([&](int lane) { return at(values, place_of_column(lane)); });
 }
 
 }  // namespace

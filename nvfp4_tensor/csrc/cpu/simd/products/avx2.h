@@ -14,14 +14,12 @@ constexpr int kMostFewFloatRows = 8;  // 8 rows of 4096^2: few 5.4 ms of one thr
 
 constexpr float kCodeFactor = 256.0f;  // see products/avx512.h
 
-inline F multiply_add(F a, F b, F c) {
-  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
-}
+inline F multiply_add(F a, F b, F c) { return fma(a, b, c); }
 // Eight of the sums below: of halves, of their halves, and so on.
 inline __m256 eight_sums(const float* p, int64_t step) {
   const auto folded = [&](int i) {
     const F x = load(p + i * step);
-    return _mm256_add_ps(x.low, x.high);
+    return _mm256_add_ps(x.v[0], x.v[1]);
   };
   const auto halves = [&](int i) {  // sums i and i + 4, four lanes each
     const __m256 a = folded(i), b = folded(i + 4);
@@ -47,13 +45,6 @@ inline void transpose(F* r) {
   std::memcpy(static_cast<void*>(r), columns, sizeof columns);
 }
 
-inline I load_chunk(const uint8_t* codes) { return {load256(codes), load256(codes + 32)}; }
-// The first `count` bytes of a chunk, 1 to 63, and zeros.
-inline I load_part(const uint8_t* codes, int count) {
-  uint8_t bytes[64] = {};
-  std::memcpy(bytes, codes, count);
-  return load_chunk(bytes);
-}
 template <int v>
 __m256 code_values(__m256i codes) {
   const __m256 magnitudes = _mm256_setr_ps(0.0f, 0.5f * kCodeFactor, 1.0f * kCodeFactor, 1.5f * kCodeFactor,
@@ -65,7 +56,7 @@ __m256 code_values(__m256i codes) {
 }
 template <int v>
 F code_values(I codes) {
-  return {code_values<v>(codes.low), code_values<v>(codes.high)};
+  return {code_values<v>(codes.v[0]), code_values<v>(codes.v[1])};
 }
 
 // Scales of four blocks in two lanes each.

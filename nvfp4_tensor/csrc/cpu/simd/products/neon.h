@@ -16,7 +16,7 @@ constexpr int kMostFewFloatRows = 8;
 constexpr int kCodeExponent = 8;  // see products/avx512.h
 constexpr float kCodeFactor = 1 << kCodeExponent;
 
-inline F multiply_add(F a, F b, F c) { return fma(a, b, c); }
+NVFP4_INLINE F multiply_add(F a, F b, F c) { return fma(a, b, c); }
 // Lane i: the sum of the lanes of the register at p + i * step.
 inline F sums_of_lanes(const float* p, int64_t step) {
   const auto partial = [&](int i) {
@@ -58,17 +58,6 @@ inline void transpose(F* r) {
   }
 }
 
-inline I load_chunk(const uint8_t* codes) {
-  I out;
-  for (int i = 0; i < 4; ++i) out.v[i] = vreinterpretq_s32_u8(vld1q_u8(codes + 16 * i));
-  return out;
-}
-// The first `count` bytes of a chunk, 1 to 63, and zeros.
-inline I load_part(const uint8_t* codes, int count) {
-  uint8_t bytes[64] = {};
-  std::memcpy(bytes, codes, count);
-  return load_chunk(bytes);
-}
 // Code v of each lane's eight.
 template <int v>
 F code_values(I codes) {

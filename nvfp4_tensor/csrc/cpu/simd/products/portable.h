@@ -13,12 +13,14 @@ constexpr int kFewX = 2;
 constexpr int few_rows(int) { return 1; }
 constexpr int kMostFewFloatRows = 16;
 
-inline F multiply_add(F a, F b, F c) { return a * b + c; }
+NVFP4_INLINE F multiply_add(F a, F b, F c) { return add(mul(a, b), c); }
 inline float sum(F x) {
+  float lanes[16];
+  store(lanes, x);
   for (int half : {8, 4, 2, 1}) {
-    for (int lane = 0; lane < half; ++lane) x[lane] += x[lane + half];
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   }
-  return x[0];
+  return lanes[0];
 }
 // Lane i: the sum of the lanes of the register at p + i * step.
 inline F sums_of_lanes(const float* p, int64_t step) {
@@ -37,25 +39,14 @@ inline void transpose(F* r) {
   std::memcpy(static_cast<void*>(r), columns, sizeof columns);
 }
 
-inline I load_chunk(const uint8_t* codes) { return load_as<I>(codes); }  // little-endian, as every target of torch is
-// The first `count` bytes of a chunk, 1 to 63, and zeros.
-inline I load_part(const uint8_t* codes, int count) {
-  uint8_t bytes[64] = {};
-  std::memcpy(bytes, codes, count);
-  return load_chunk(bytes);
-}
 // Code v of each lane's eight.
 template <int v>
 F code_values(I codes) {
-  return e2m1_values(shift_right<4 * v>(codes) & 15);
+  return e2m1_values(bit_and(shift_right<4 * v>(codes), set(15)));
 }
 // Scales of eight blocks, four at each address, in two lanes each.
 inline F chunk_scales(const uint8_t* first, const uint8_t* second) {
-  F out;
-  for (int block = 0; block < 8; ++block) {
-    out[2 * block] = out[2 * block + 1] = e4m3_value(block < 4 ? first[block] : second[block - 4]);
-  }
-  return out;
+  return each_lane<F>([&](int lane) { return e4m3_value(lane < 8 ? first[lane / 2] : second[lane / 2 - 4]); });
 }
 
 }  // namespace
