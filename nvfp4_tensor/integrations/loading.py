@@ -282,7 +282,7 @@ def _row_factors(name: str, factors: Tensor, rows: Sequence[int]) -> Tensor:
     if len(rows) == 1 and factors.dim() == 1:
         return factors.reshape(()).clone()
     # The same form on every load: a reload writes into the memory that CUDA graphs read.
-    return factors.repeat_interleave(torch.tensor(rows, device=factors.device), dim=-1).reshape(-1)
+    return factors.repeat_interleave(torch.tensor(rows, dtype=torch.int64, device=factors.device), dim=-1).reshape(-1)
 
 
 def _input_scale(name: str, scales: Tensor) -> Tensor | None:

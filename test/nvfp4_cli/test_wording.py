@@ -34,7 +34,8 @@ def messages():
         for file in sorted((package / room).rglob("*.py")) or [package / room]:
             for node in ast.walk(ast.parse(file.read_text())):
                 call = node.exc if isinstance(node, ast.Raise) else node
-                is_warning = isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "warn"
+                called = getattr(call, "func", None)
+                is_warning = "warn" in (getattr(called, "attr", ""), getattr(called, "id", "").removesuffix("_user"))
                 if isinstance(node, ast.Return) and isinstance(node.value, ast.JoinedStr):
                     yield f"{file.relative_to(package)}:{node.lineno}", text_of(node.value)
                 elif isinstance(call, ast.Call) and call.args and (isinstance(node, ast.Raise) or is_warning):

@@ -168,7 +168,7 @@ def _attention(
         for cache in (k_cache, v_cache):
             cache.copy_(cache.roll(-1, 2))
         starts = None if starts is None else starts - moved
-    at = torch.tensor([position - moved], device=x.device)
+    at = torch.tensor([position - moved], dtype=torch.int64, device=x.device)
     norms = block.tensor("q_norm"), block.tensor("k_norm"), *block.norm
     y = attend_one(
         block.products(x, "q", "k", "v"), *norms, *rotation, k_cache, v_cache, at, block.kinds["heads"],

@@ -63,8 +63,8 @@ def generate_calibration_text(
 def _go_on(model: Any, openings: list[list[int]], window: int) -> list[Tensor]:
     """Return windows (1, window) that begin with the given tokens and do not end before."""
     device, most = next(model.parameters()).device, max(map(len, openings))
-    first = torch.tensor([[0] * (most - len(each)) + each for each in openings])
-    begins = torch.tensor([most - len(each) for each in openings])[:, None]
+    first = torch.tensor([[0] * (most - len(each)) + each for each in openings], dtype=torch.int64)
+    begins = torch.tensor([most - len(each) for each in openings], dtype=torch.int64)[:, None]
     new = max(window - min(map(len, openings)), 0)
     text = first.to(device)
     if new:
@@ -80,7 +80,7 @@ def _openings(model: Any, tokenizer: Any, count: int) -> list[list[int]]:
         [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
     )
     before, after = (tokenizer(each, add_special_tokens=False).input_ids for each in template.split(mark))
-    first = torch.tensor([before] * count).to(next(model.parameters()).device)
+    first = torch.tensor([before] * count, dtype=torch.int64).to(next(model.parameters()).device)
     text = _sample(model, first, torch.ones_like(first), max_new_tokens=_MESSAGE_TOKENS)
     ends = model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
