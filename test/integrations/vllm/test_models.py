@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers.mixed_layouts import LAYOUTS
 from helpers.served_by_vllm import serve
 from helpers.texts import relative_error
 from helpers.tiny_models import tiny_model
@@ -105,6 +106,34 @@ def test_quantized_activations(tmp_path, monkeypatch, format, activations):
             dense = torch.cat([x @ linear.weight.dequantize().t() for linear in linears], dim=1)
         assert relative_error(y, expected).max() < 2**-7, name
         assert relative_error(dense, expected).mean() > 0.05, name
+
+
+@pytest.mark.parametrize("layout", ["ct, channel, per token", "ModelOpt FP8_PER_CHANNEL_PER_TOKEN"])
+def test_fp8_beside_nvfp4(tmp_path, monkeypatch, layout):
+    """vLLM's own FP8 attention beside our MLPs. It has no product of the other FP8 layouts for a CPU without AMX."""
+    dense = tiny_model("Llama", quantized=False)
+    config = {**dense.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    values = LAYOUTS[layout].write(tmp_path / "m", config, dense.state_dict())
+    served = serve(tmp_path / "m", monkeypatch)
+    attention, mlp = (getattr(served.model.model.layers[1], name) for name in ("self_attn", "mlp"))
+    assert attention.qkv_proj.weight.dtype == attention.o_proj.weight.dtype == torch.float8_e4m3fn
+    own = attention.o_proj.weight.float().t() * attention.o_proj.weight_scale.view(-1, 1)
+    assert torch.equal(own, values["model.layers.1.self_attn.o_proj.weight"])
+    model = checkpoints.load(tiny_model("Llama", quantized=False), tmp_path / "m", progress=False)
+    parts = [model.get_parameter(f"model.layers.1.mlp.{name}_proj.weight") for name in ("gate", "up")]
+    assert torch.equal(mlp.gate_up_proj.weight, torch.cat([part.qdata for part in parts]))
+    seen, linears = [], {name: m for name, m in served.model.named_modules() if name.endswith(("qkv_proj", "o_proj"))}
+    for name, module in linears.items():
+        module.register_forward_hook(lambda _, x, y, name=name: seen.append((name, x[0], y[0])))
+    assert relative_error(served.hidden(IDS), hidden(model)).max() < 0.1
+    # Each FP8 linear on the input that it saw: roundings of activations to FP8 spread through the layers.
+    assert len(seen) == 8
+    for name, x, y in seen:
+        parts = [f"{name[: -len('qkv_proj')]}{part}_proj" for part in "qkv"] if "qkv" in name else [name]
+        with torch.no_grad():
+            expected = torch.cat([model.get_submodule(part)(x) for part in parts], dim=1)
+        error = relative_error(y, expected)  # a code of x that falls the other way is up to 2**-4 of it
+        assert error.mean() < 2**-7 and error.max() < 2**-5, name
 
 
 def experts_of(served):
