@@ -116,7 +116,9 @@ class CapturedStep:
     def _capture(self, batches: Sequence[Any]) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            packed = any(isinstance(each, Mapping) and "position_ids" in each for each in batches)
+            # A tuple may have positions at any place.
+            packed = any("position_ids" in each if isinstance(each, Mapping) else not isinstance(each, Tensor)
+                         for each in batches)  # fmt: skip
             with _same_masks(packed), capturing(graph, self._stream.device, stream=self._stream):
                 self._loss = self._step(batches)
             self._graph = graph
