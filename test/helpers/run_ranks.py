@@ -104,7 +104,9 @@ def _results(ranks: list, name: str, end: float) -> list:
             except EOFError:
                 raise RuntimeError(f"a rank of {name} died") from None
             if error:
-                raise RuntimeError(error)
+                # A rank that dies makes the others raise, and their message can come before its pipe closes.
+                dead = connection.wait([rank.sentinel for rank in ranks], timeout=1)
+                raise RuntimeError(f"a rank of {name} died; {error}" if dead else error)
             results[one] = result
         if len(results) < len(ranks) and time.monotonic() > end:
             raise TimeoutError(f"{name} did not end on {len(ranks)} ranks")

@@ -27,7 +27,10 @@ def test_a_body_runs_on_each_rank(value, tmp_path):
 
 def one_rank(fails):
     if dist.get_rank() == 1:
-        if fails == "dies":
+        if fails == "closes":  # the other rank raises first
+            dist.destroy_process_group()
+            time.sleep(0.3)
+        if fails != "raises":
             os._exit(1)
         raise ValueError("the message of rank 1")
     dist.barrier()
@@ -35,7 +38,11 @@ def one_rank(fails):
 
 @pytest.mark.parametrize(
     ("fails", "message"),
-    [("raises", r"rank 1 raised(.|\n)*the message of rank 1"), ("dies", "a rank of one_rank died")],
+    [
+        ("raises", r"rank 1 raised(.|\n)*the message of rank 1"),
+        ("dies", "a rank of one_rank died"),
+        ("closes", "a rank of one_rank died"),
+    ],
 )
 def test_a_rank_that_fails_fails_its_run_alone(fails, message):
     start = time.monotonic()
