@@ -95,6 +95,19 @@ class Entry:
         """Return "NVFP4", "FP8", or the dtype of a dense tensor."""
         return "NVFP4" if self.quantized else "FP8" if self.fp8 else str(self.dtype).removeprefix("torch.")
 
+    @classmethod
+    def of(cls, value: LinearParts | FP8Tensor | Tensor, dtype: torch.dtype) -> Entry:
+        """Return the description of a tensor in memory, which decodes to ``dtype``. :meth:`meta` is the inverse."""
+        entry = cls(shape=tuple(value.shape), dtype=dtype)
+        if isinstance(value, FP8Tensor):
+            return dataclasses.replace(entry, fp8=value.spec, has_input_scale=value.input_scale is not None)
+        if isinstance(value, Tensor):
+            return entry
+        return dataclasses.replace(
+            entry, quantized=True, quantizes_activations=value.quantizes_activations,
+            has_input_scale=value.input_scale is not None, scales=tuple(value.per_tensor_scale.shape),
+        )  # fmt: skip
+
     def meta(self) -> LinearParts | FP8Tensor:
         """Return a quantized weight on the meta device, from which a writer computes the layout of a file."""
         *rows, columns = self.shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from nvfp4_tensor.quantization.model_families import JOINED_AS, MIXTRAL_EXPERTS
 from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.fp8 import E4M3, FP8Tensor
 
+Value: TypeAlias = LinearParts | FP8Tensor | Tensor
 _KEPT = ("divisor", "input_scale", "input_divisor")
 
 
@@ -124,54 +125,31 @@ def _kind(entry: Entry) -> str:
     return f"FP8 (blocks of {entry.fp8.block[1] or 'all'} columns, activations {activations})"
 
 
-def gather(origin: Origin, checkpoint: Checkpoint) -> tuple[LinearParts | Tensor, Origin]:
+def gather(origin: Origin, checkpoint: Checkpoint) -> tuple[Value, Origin]:
     """Read a parameter: its parts, an FP8Tensor or a dense tensor; and the origin with the scales of the file."""
     parts: dict[str, Any] = {name: checkpoint.value(name) for name in origin.names}
-    first, leading = origin.names[0], (len(origin.groups), -1) if origin.stacked else (-1,)
-    if isinstance(parts[first], FP8Tensor):
-        return _gather_fp8(origin, parts)
-    if isinstance(parts[first], Tensor):
-        if origin.is_whole:
-            return parts[first], origin
-        joined = torch.cat(list(parts.values()))
-        return joined.view(*leading, *joined.shape[1:]), origin
+    values, leading = list(parts.values()), (len(origin.groups), -1) if origin.stacked else (-1,)
     origin = dataclasses.replace(origin, factors={name: kept for name, each in parts.items() if (kept := _kept(each))})
     if origin.is_whole:
-        return parts[first], origin
-    blocks = torch.cat([each.scale.view(torch.uint8) for each in parts.values()]).view(torch.float8_e4m3fn)
-    qdata = torch.cat([each.qdata for each in parts.values()])
-    return parts[first].replace(
+        return values[0], origin
+    if not isinstance(values[0], LinearParts | FP8Tensor):
+        joined = torch.cat(values)
+        return joined.view(*leading, *joined.shape[1:]), origin
+    static = _largest([each.input_scale for each in values])
+    if isinstance(values[0], FP8Tensor):
+        joined = _join_fp8([[parts[name] for name in group] for group in origin.groups], origin.stacked)
+        return joined.replace(input_scale=static), origin
+    blocks = torch.cat([each.scale.view(torch.uint8) for each in values]).view(torch.float8_e4m3fn)
+    qdata = torch.cat([each.qdata for each in values])
+    return values[0].replace(
         qdata=qdata.view(*leading, *qdata.shape[1:]),
         scale=blocks.view(*leading, *blocks.shape[1:]),
         per_tensor_scale=_joined_scale(origin, parts),
-        input_scale=_largest([each.input_scale for each in parts.values()]),
+        input_scale=static,
         divisor=None,
         input_divisor=None,
-        input_amax=_largest([each.input_amax for each in parts.values()]),
+        input_amax=_largest([each.input_amax for each in values]),
     ), origin
-
-
-def _gather_fp8(origin: Origin, parts: Mapping[str, FP8Tensor]) -> tuple[FP8Tensor, Origin]:
-    """Join weights in FP8, with the largest of their input scales."""
-    kept = {name: {"input_scale": w.input_scale.item()} for name, w in parts.items() if w.input_scale is not None}
-    origin = dataclasses.replace(origin, factors=kept)
-    joined = join_fp8([[parts[name] for name in group] for group in origin.groups], origin.stacked)
-    return joined.replace(input_scale=_largest([w.input_scale for w in parts.values()])), origin
-
-
-def split_fp8(w: FP8Tensor, origin: Origin) -> dict[str, FP8Tensor]:
-    """Split a weight in FP8 into the tensors of its origin, with the input scales of the file if they still match."""
-    if origin.is_whole:
-        return {origin.names[0]: w}
-    tensors = dict(zip(origin.names, _parts_of_fp8(w, origin.rows, origin.stacked), strict=True))
-    kept = {
-        name: torch.tensor(each["input_scale"], dtype=torch.float32)
-        for name, each in origin.factors.items()
-        if "input_scale" in each
-    }
-    if w.input_scale is not None and len(kept) == len(tensors) and _largest(list(kept.values())) == w.input_scale:
-        return {name: each.replace(input_scale=kept[name]) for name, each in tensors.items()}
-    return tensors
 
 
 def pre_scales_of(origin: Origin, entries: Mapping[str, Entry]) -> list[str]:
@@ -204,8 +182,8 @@ def read_pre_scale(origin: Origin, checkpoint: Checkpoint) -> Tensor | None:
     return scales[0] if scales else None
 
 
-def _kept(parts: LinearParts) -> dict[str, float]:
-    values = {name: getattr(parts, name) for name in _KEPT}
+def _kept(value: Value) -> dict[str, float]:
+    values = {name: getattr(value, name, None) for name in _KEPT}
     return {name: value.item() for name, value in values.items() if value is not None and value.numel() == 1}
 
 
@@ -223,38 +201,53 @@ def _largest(scales: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(given).amax() if given and len(given) == len(scales) else None
 
 
-def split(parts: LinearParts, origin: Origin) -> dict[str, LinearParts]:
+def split(value: Value, origin: Origin) -> dict[str, Any]:
     """Split a parameter into the tensors of its origin, with the scales of the file if they still match.
 
     Raises:
         ValueError: rows of one tensor have different per-tensor scales.
     """
     if origin.is_whole:
-        return _with_scales_of_file({origin.names[0]: parts}, origin.factors)
+        parts: Sequence[Any] = [value]
+    elif isinstance(value, LinearParts):
+        parts = _parts_of_nvfp4(value, origin)
+    elif isinstance(value, FP8Tensor):
+        parts = _parts_of_fp8(value, origin.rows, origin.stacked)
+    else:
+        matrices = value if origin.stacked else value[None]
+        parts = [part for matrix in matrices for part in matrix.split(list(origin.rows))]
+    tensors = dict(zip(origin.names, parts, strict=True))
+    return _with_scales_of_file(tensors, origin.factors) if isinstance(value, LinearParts | FP8Tensor) else tensors
+
+
+def _parts_of_nvfp4(parts: LinearParts, origin: Origin) -> list[LinearParts]:
     qdata, scale, factors = parts.qdata.flatten(0, -2), parts.scale.flatten(0, -2), parts.per_tensor_scale
     if factors.dim() == 2:
         factors = factors.expand(len(origin.groups), sum(origin.rows)).reshape(-1)
     factors = factors.expand(len(qdata))
-    tensors, last = {}, 0
+    tensors, last = [], 0
     for name, count in zip(origin.names, origin.rows * len(origin.groups), strict=True):
         first, last = last, last + count
         if not (factors[first:last] == factors[first]).all():
             raise ValueError(f"{name}: its rows have different per-tensor scales, which no format supports")
         own = {"qdata": qdata[first:last], "scale": scale[first:last], "per_tensor_scale": factors[first].clone()}
-        tensors[name] = parts.replace(**own)
-    return _with_scales_of_file(tensors, origin.factors)
+        tensors.append(parts.replace(**own))
+    return tensors
 
 
 def _with_scales_of_file(
-    tensors: Mapping[str, LinearParts], factors: Mapping[str, Mapping[str, float]]
-) -> dict[str, LinearParts]:
-    """Return the parts of one parameter with the scales of the file, if they still match."""
+    tensors: Mapping[str, Any], factors: Mapping[str, Mapping[str, float]]
+) -> dict[str, LinearParts | FP8Tensor]:
+    """Return the weights of one parameter with the scales of the file, if they still match."""
     kept = {name: factors[name]["input_scale"] for name in tensors if "input_scale" in factors.get(name, {})}
     inputs = {name: torch.tensor(value, dtype=torch.float32) for name, value in kept.items()}
     largest, now = _largest([inputs.get(name) for name in tensors]), next(iter(tensors.values())).input_scale
     if largest is not None and now is not None and now in (largest, largest * LARGEST / LARGEST):
-        tensors = {name: parts.replace(input_scale=inputs[name]) for name, parts in tensors.items()}
-    return {name: with_factors(parts, factors.get(name, {})) for name, parts in tensors.items()}
+        tensors = {name: each.replace(input_scale=inputs[name]) for name, each in tensors.items()}
+    return {
+        name: with_factors(each, factors.get(name, {})) if isinstance(each, LinearParts) else each
+        for name, each in tensors.items()
+    }
 
 
 # --- weights in FP8 -------------------------------------------------------------------------------------------------
@@ -262,7 +255,7 @@ def _with_scales_of_file(
 _BLOCK = 128
 
 
-def join_fp8(groups: Sequence[Sequence[FP8Tensor]], stacked: bool) -> FP8Tensor:
+def _join_fp8(groups: Sequence[Sequence[FP8Tensor]], stacked: bool) -> FP8Tensor:
     """Return weights (N, K) joined along their rows, and with ``stacked`` the groups as (E, N, K).
 
     They have the same columns in a block, and treat activations alike. The result has no input scale.
@@ -277,7 +270,7 @@ def join_fp8(groups: Sequence[Sequence[FP8Tensor]], stacked: bool) -> FP8Tensor:
 
 
 def _parts_of_fp8(w: FP8Tensor, rows: Sequence[int], stacked: bool) -> list[FP8Tensor]:
-    """Return the parts of a weight with so many rows, of one expert after the other: what :func:`join_fp8` joined."""
+    """Return the parts of a weight with so many rows, of one expert after the other: what :func:`_join_fp8` joined."""
     matrices = [w[e] for e in range(len(w.qdata))] if stacked else [w]
     starts = list(itertools.accumulate(rows, initial=0))
     return [_rows_of(each, *span) for each in matrices for span in itertools.pairwise(starts)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
 from nvfp4_tensor.checkpoints.convert import different_scales
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
-from nvfp4_tensor.checkpoints.models.origins import Origin, split, split_fp8
+from nvfp4_tensor.checkpoints.models.origins import Origin, split
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, parts_of, tensor_of, with_scale
 from nvfp4_tensor.checkpoints.understood import pre_scale_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
@@ -100,7 +100,7 @@ class ModelCheckpoint(Checkpoint):
         self._origins = _origins(model, self._tensors) if isinstance(model, nn.Module) else {}
         self._shared: dict[str, Tensor] = {}
         self._parameter: dict[str, str] = {}
-        self._last: tuple[str, dict[str, LinearParts]] = ("", {})
+        self._last: tuple[str, dict[str, Any]] = ("", {})
         self.config = _config(model) if config is None else dict(config)
         self.config.pop("quantization_config", None)
         self.entries = {}
@@ -113,32 +113,18 @@ class ModelCheckpoint(Checkpoint):
     def _entries_of(self, name: str, tensor: Tensor) -> dict[str, Entry]:
         if tensor.is_meta:
             raise ValueError(f"{name} is on the meta device and has no values: load or initialize the model first")
-        if name.rpartition(".")[2] == PRE_SCALE:
-            names = self._origin(f"{name.removesuffix(PRE_SCALE)}weight").names
-            return {pre_scale_of(each): Entry(shape=tuple(tensor.shape), dtype=tensor.dtype) for each in names}
-        origin = self._origin(name)
-        if isinstance(tensor, FP8Tensor):
-            return {
-                each: Entry(shape=tuple(w.shape), dtype=w.dtype, fp8=w.spec, has_input_scale=w.input_scale is not None)
-                for each, w in split_fp8(tensor, origin).items()
-            }
-        if not isinstance(tensor, NVFP4Tensor):
-            return {n: Entry(shape=tuple(p.shape), dtype=p.dtype) for n, p in _split_dense(tensor, origin).items()}
         try:
-            split_parts = split(check_scales(parts_of(tensor)), origin)
+            value = check_scales(parts_of(tensor)) if isinstance(tensor, NVFP4Tensor) else tensor
+            return {each: Entry.of(part, tensor.dtype) for each, part in self._split(name, value).items()}
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        return {
-            each: Entry(
-                shape=parts.shape,
-                dtype=tensor.orig_dtype,
-                quantized=True,
-                quantizes_activations=parts.quantizes_activations,
-                has_input_scale=parts.input_scale is not None,
-                scales=tuple(parts.per_tensor_scale.shape),
-            )
-            for each, parts in split_parts.items()
-        }
+
+    def _split(self, parameter: str, value: LinearParts | Tensor) -> dict[str, Any]:
+        """Return what files have of a parameter: the tensors that it was joined of, or the scale of their inputs."""
+        if parameter.rpartition(".")[2] != PRE_SCALE:
+            return split(value, self._origin(parameter))
+        names = self._origin(f"{parameter.removesuffix(PRE_SCALE)}weight").names
+        return {pre_scale_of(each): value for each in names}
 
     def _origin(self, parameter: str) -> Origin:
         return self._origins.get(parameter, Origin(((parameter,),)))
@@ -152,16 +138,14 @@ class ModelCheckpoint(Checkpoint):
 
     def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
         parameter = self._parameter[name]
-        tensor, origin = self._tensors[parameter].detach(), self._origin(parameter)
-        if isinstance(tensor, FP8Tensor):
-            return split_fp8(tensor.cpu(), origin)[name]
-        if not isinstance(tensor, NVFP4Tensor):
-            is_whole = parameter.rpartition(".")[2] == PRE_SCALE
-            return (tensor if is_whole else _split_dense(tensor, origin)[name]).cpu()
         if self._last[0] != parameter:  # the tensors of one parameter are read one after the other
-            self._last = parameter, split(parts_of(tensor.cpu()), origin)
-        parts = self._last[1][name]
-        return self._requantized(name, parts) if name in self._shared else parts
+            tensor = self._tensors[parameter].detach().cpu()
+            self._last = (
+                parameter,
+                self._split(parameter, parts_of(tensor) if isinstance(tensor, NVFP4Tensor) else tensor),
+            )
+        value = self._last[1][name]
+        return self._requantized(name, value) if name in self._shared else value
 
     def _share_scales(self, groups: list[tuple[str, ...]], mismatched_scales: MismatchedScales) -> None:
         """Give the linears of each group the largest of their per-tensor scales."""
@@ -256,16 +240,6 @@ def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> 
         return None if stored == name else Origin(((stored,),))
     parts = len(groups[0])
     return Origin(groups, (tensor.shape[1] // parts,) * parts, stacked=True)
-
-
-def _split_dense(tensor: Tensor, origin: Origin) -> dict[str, Tensor]:
-    if origin.is_whole:
-        return {origin.names[0]: tensor}
-    matrices = tensor if origin.stacked else tensor[None]
-    tensors: dict[str, Tensor] = {}
-    for matrix, group in zip(matrices, origin.groups, strict=True):
-        tensors.update(zip(group, matrix.split(list(origin.rows)), strict=True))
-    return tensors
 
 
 def _config(model: object) -> dict[str, Any]:
