@@ -110,10 +110,10 @@ class ComfyUI(TableFormat):
             schemes[f"{layer}.weight"] = Scheme(activations=activations, dtype=torch.bfloat16, shape=shape)
         return schemes
 
-    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
+    def encode(self, name: str, weight: LinearParts | FP8Tensor, entry: Entry) -> dict[str, Tensor]:
         marker = bytearray(json.dumps(_marker(entry)).encode())
         key = self.layout.keys_of(name)["marker"]
-        return {**super().encode(name, parts, entry), key: torch.frombuffer(marker, dtype=torch.uint8)}
+        return {**super().encode(name, weight, entry), key: torch.frombuffer(marker, dtype=torch.uint8)}
 
     def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
         entries = sorted(checkpoint.entries.items())

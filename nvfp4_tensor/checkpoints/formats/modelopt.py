@@ -129,21 +129,21 @@ class ModelOpt(TableFormat):
         numbers = {key: tensors[key] for key in list(keys.values())[2:] if key in tensors}
         return super().decode(name, {name: qdata, keys["scale"]: scale, **numbers}, entry)
 
-    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
-        tensors = super().encode(name, parts, entry)
-        if self._transposes and parts.qdata.dim() == 3:
-            tensors |= {key: tensors[key].mT.contiguous() for key in list(tensors)[:2]}
-        return tensors
+    def encode(self, name: str, weight: LinearParts | FP8Tensor, entry: Entry) -> dict[str, Tensor]:
+        if not isinstance(weight, FP8Tensor):
+            tensors = super().encode(name, weight, entry)
+            if self._transposes and weight.qdata.dim() == 3:
+                tensors |= {key: tensors[key].mT.contiguous() for key in list(tensors)[:2]}
+            return tensors
+        if fp8.is_by_channel(weight.spec):
+            spec = dataclasses.replace(weight.spec, block=(1, 0))
+            weight = weight.replace(spec=spec, scale=weight.scale.expand(spec.scale_shape(weight.shape)).contiguous())
+        *leading, rows, columns = weight.scale.shape
+        shape = (*leading, rows, 1, columns, 1) if weight.spec.block[1] else (*leading, rows)
+        return fp8.encode(name, weight, (), shape)
 
     def fp8_name(self, entry: Entry) -> str | None:
         return None if entry.fp8 is None else fp8.algorithm_of(entry.fp8, entry.has_input_scale)
-
-    def encode_fp8(self, name: str, w: FP8Tensor) -> dict[str, Tensor]:
-        if fp8.is_by_channel(w.spec):
-            spec = dataclasses.replace(w.spec, block=(1, 0))
-            w = w.replace(spec=spec, scale=w.scale.expand(spec.scale_shape(w.shape)).contiguous())
-        *leading, rows, columns = w.scale.shape
-        return fp8.encode(name, w, (), (*leading, rows, 1, columns, 1) if w.spec.block[1] else (*leading, rows))
 
     def check(self, checkpoint: Checkpoint) -> None:
         super().check(checkpoint)

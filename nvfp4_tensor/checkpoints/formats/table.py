@@ -285,18 +285,12 @@ class TableFormat(Format):
             return stored.reciprocal(), stored
         return stored / LARGEST if self.layout.number is Number.AMAX else stored, None
 
-    def encoded(self, name: str, weight: LinearParts | FP8Tensor, entry: Entry) -> dict[str, Tensor]:
-        """Return the format's tensors of a weight in NVFP4, as :meth:`encode` does, or in FP8."""
-        return self.encode(name, weight, entry) if isinstance(weight, LinearParts) else self.encode_fp8(name, weight)
-
-    def encode_fp8(self, name: str, w: FP8Tensor) -> dict[str, Tensor]:
-        """Return the format's tensors of a weight in FP8."""
-        return fp8.encode(name, w, self.layout.number_shape, tuple(w.scale.shape))
-
-    def encode(self, name: str, parts: LinearParts, entry: Entry) -> dict[str, Tensor]:
-        """Return the format's tensors of the weight ``name``. Parts on the meta device give tensors on it."""
+    def encode(self, name: str, weight: LinearParts | FP8Tensor, entry: Entry) -> dict[str, Tensor]:
+        """Return the format's tensors of the weight ``name``. One on the meta device gives tensors on it."""
+        if isinstance(weight, FP8Tensor):
+            return fp8.encode(name, weight, self.layout.number_shape, tuple(weight.scale.shape))
         layout, keys = self.layout, self.layout.keys_of(name)
-        codes, scale = parts.qdata, parts.scale
+        codes, scale = weight.qdata, weight.scale
         if layout.row_multiple > 1:
             codes = pad(codes, (0, 0, 0, -len(codes) % layout.row_multiple))
         if layout.swizzled is not None:
@@ -305,9 +299,9 @@ class TableFormat(Format):
             keys["qdata"]: (swap_nibbles(codes) if layout.swaps_nibbles else codes).view(layout.codes),
             keys["scale"]: scale.view(layout.scale),
         }
-        factor, static = parts.per_tensor_scale, parts.input_scale
+        factor, static = weight.per_tensor_scale, weight.input_scale
         if layout.number is Number.DIVISOR:
-            factor, static = parts.weight_divisor(), parts.activation_divisor()
+            factor, static = weight.weight_divisor(), weight.activation_divisor()
         if layout.number is Number.AMAX:
             factor = factor * LARGEST
         for part, number in ("per_tensor_scale", factor), ("input_scale", static):
@@ -424,7 +418,7 @@ class TableFormat(Format):
         for name in dict.fromkeys(itertools.chain.from_iterable(joined_with(each, entries) for each in entries)):
             tensors_of[name] = {name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta")}
             if entries[name].is_coded:
-                tensors_of[name] = self.encoded(name, entries[name].meta(), entries[name])
+                tensors_of[name] = self.encode(name, entries[name].meta(), entries[name])
         sources = {str(entry.shard) for entry in entries.values()}
         if shard_bytes is not None or len(sources) < 2 or not all(each.endswith(".safetensors") for each in sources):
             return by_size(tensors_of, SHARD_BYTES if shard_bytes is None else shard_bytes)
@@ -459,7 +453,7 @@ class TableFormat(Format):
                     bar.update(entry.nbytes)
                     continue
                 value: Any = checkpoint.value(name)
-                shard.write_later(self.encoded(name, value, entry))
+                shard.write_later(self.encode(name, value, entry))
                 if isinstance(value, LinearParts):
                     if lost := lost_factors(value, stores_divisors=self.layout.number is Number.DIVISOR):
                         factors[name] = lost

@@ -17,7 +17,7 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, chunks_of
 from nvfp4_tensor.checkpoints.formats import fp8
 from nvfp4_tensor.checkpoints.formats.unlabelled import unlabelled
 from nvfp4_tensor.checkpoints.io.files import Files, check_same
-from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json, read_json
+from nvfp4_tensor.checkpoints.io.safetensors import NAMES, Shards, parse_json, read_json
 from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, read_factors, sidecars_of, with_factors
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales
 from nvfp4_tensor.checkpoints.understood import check_understood
@@ -148,18 +148,32 @@ class FolderCheckpoint(Checkpoint):
         dtype = getattr(torch, str(named).removeprefix("torch."), None)
         return dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
 
-    def expect(self, name: str, dtype: torch.dtype, shape: Sequence[int] | None, owner: str) -> None:
-        """Raise a ValueError unless there is a tensor with this name, dtype and shape (None for any).
+    def expect(
+        self, name: str, dtypes: torch.dtype | Sequence[torch.dtype], shape: Sequence[float] | None = None,
+        owner: str | None = None,
+    ) -> tuple[int, ...]:  # fmt: skip
+        """Return the shape of a tensor.
 
-        owner: the weight that the tensor belongs to.
+        shape: the sizes that it must have, -1 for any but 0; None for any shape.
+        owner: the weight that it belongs to.
+
+        Raises:
+            ValueError: the tensor is missing, or of another dtype or shape.
         """
-        wanted = f"{str(dtype).removeprefix('torch.')}{'' if shape is None else f' {list(shape)}'}"
-        if name not in self.shards.info:
-            where = self.shards.info[owner].file
-            raise ValueError(f"{where}: tensor {name} ({wanted}) is missing: {owner} needs it")
-        info = self.shards.info[name]
-        if info.dtype != dtype or (shape is not None and info.shape != tuple(shape)):
+        dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+        sizes = "" if shape is None else f" [{', '.join('any' if size < 0 else f'{size:g}' for size in shape)}]"
+        wanted = " or ".join(NAMES[dtype] for dtype in dtypes) + sizes
+        info = self.shards.info.get(name)
+        if info is None:
+            where, needs = (self.shards.info[owner].file, f": {owner} needs it") if owner else (self.path, "")
+            raise ValueError(f"{where}: tensor {name} ({wanted}) is missing{needs}")
+        fits = shape is None or (
+            len(info.shape) == len(shape)
+            and all(size == want or (want < 0 and size) for want, size in zip(shape, info.shape, strict=True))
+        )
+        if info.dtype not in dtypes or not fits:
             raise ValueError(f"{info.file}: tensor {name}: expected {wanted}, found {info}")
+        return info.shape
 
     def close(self) -> None:
         self.shards.close()

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import chunks_of
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
-from nvfp4_tensor.checkpoints.io.safetensors import CHUNK, NAMES, Shards
+from nvfp4_tensor.checkpoints.io.safetensors import CHUNK, Shards
 from nvfp4_tensor.checkpoints.io.strips import STRIP, in_parallel
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics.layout import TILE_ROWS
@@ -176,23 +176,3 @@ def modules_with(folder: FolderCheckpoint, last: str, beside: str = "", dtype: t
         return modules
     found = {module: info.get(f"{module}.{beside}") for module in modules}
     return [module for module, each in found.items() if each is not None and (dtype is None or each.dtype == dtype)]
-
-
-def expect(
-    folder: FolderCheckpoint, key: str, dtypes: torch.dtype | Sequence[torch.dtype], shape: Sequence[float]
-) -> tuple[int, ...]:
-    """Return the shape of a tensor.
-
-    shape: the sizes that it must have, 0 for any but 0.
-
-    Raises:
-        ValueError: the tensor is missing, empty, or of another dtype or shape.
-    """
-    info = folder.shards.info.get(key)
-    dtypes = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
-    fits = info is not None and info.dtype in dtypes and len(info.shape) == len(shape) and 0 not in info.shape
-    if info is None or not fits or any(want not in (0, size) for want, size in zip(shape, info.shape, strict=True)):
-        sizes = [f"{size:g}" if size else "any" for size in shape]
-        wanted = f"{' or '.join(NAMES[dtype] for dtype in dtypes)} [{', '.join(sizes)}]"
-        raise ValueError(f"{folder.path if info is None else info.file}: tensor {key}: expected {wanted}, found {info}")
-    return info.shape

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
 from nvfp4_tensor.checkpoints.io.safetensors import parse_json
-from nvfp4_tensor.checkpoints.sources.coded import Coded, CodedFolder, Read, Rows, expect, modules_with, naming
+from nvfp4_tensor.checkpoints.sources.coded import Coded, CodedFolder, Read, Rows, modules_with, naming
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.tensor.fp8 import E4M3, FP8Spec
 
@@ -53,17 +53,17 @@ def gptq(folder: CodedFolder, settings: Settings) -> Found:
         raise ValueError(f"{folder.path}: expected GPTQ's format gptq or gptq_v2, found {written}")
     for module in modules_with(folder, "qweight"):
         parts = {part: f"{module}.{part}" for part in ("qweight", "qzeros", "scales")}
-        words, rows = expect(folder, parts["qweight"], torch.int32, (0, 0))
-        groups, zeros = expect(folder, parts["qzeros"], torch.int32, (0, 0))
+        words, rows = folder.expect(parts["qweight"], torch.int32, (-1, -1))
+        groups, zeros = folder.expect(parts["qzeros"], torch.int32, (-1, -1))
         bits = _WORD * zeros // rows
         if bits not in (2, 4, 8):
             raise ValueError(f"{folder.path}: tensor {parts['qzeros']}: expected 2, 4 or 8 bits of GPTQ, found {bits}")
         columns = words * _WORD // bits
-        expect(folder, parts["qzeros"], torch.int32, (groups, rows * bits // _WORD))
-        expect(folder, parts["scales"], HIGH_PRECISION_DTYPES, (groups, rows))
+        folder.expect(parts["qzeros"], torch.int32, (groups, rows * bits // _WORD))
+        folder.expect(parts["scales"], HIGH_PRECISION_DTYPES, (groups, rows))
         if f"{module}.g_idx" in folder.shards.info:
             parts["g_idx"] = f"{module}.g_idx"
-            expect(folder, parts["g_idx"], torch.int32, (columns,))
+            folder.expect(parts["g_idx"], torch.int32, (columns,))
         # Zero points of 0, minus 1, borrow from the one above, which adding 1 to all gives back.
         offset = sum(1 << shift for shift in range(0, _WORD, bits)) if written == "gptq" else 0
         decoder = functools.partial(_gptq_rows, bits=bits, offset=offset, is_indexed="g_idx" in parts)
@@ -89,10 +89,10 @@ def awq(folder: CodedFolder, settings: Settings) -> Found:
         raise ValueError(f"{folder.path}: expected AWQ's version gemm, found {written}")
     for module in modules_with(folder, "qweight"):
         parts = {part: f"{module}.{part}" for part in ("qweight", "qzeros", "scales")}
-        columns, words = expect(folder, parts["qweight"], torch.int32, (0, 0))
-        groups, _ = expect(folder, parts["qzeros"], torch.int32, (0, words))
+        columns, words = folder.expect(parts["qweight"], torch.int32, (-1, -1))
+        groups, _ = folder.expect(parts["qzeros"], torch.int32, (-1, words))
         rows = words * len(_AWQ_NIBBLES)
-        expect(folder, parts["scales"], HIGH_PRECISION_DTYPES, (groups, rows))
+        folder.expect(parts["scales"], HIGH_PRECISION_DTYPES, (groups, rows))
         coded = Coded(kind="AWQ int4", shape=(rows, columns), parts=parts, decoder=_awq_rows, groups=groups)
         yield f"{module}.weight", coded
 
@@ -136,8 +136,8 @@ def bitsandbytes(folder: CodedFolder, settings: Settings) -> Found:
         yield name, coded
     for module in modules_with(folder, "SCB", "weight", torch.int8):
         parts = {"codes": f"{module}.weight", "scale": f"{module}.SCB"}
-        rows, columns = expect(folder, parts["codes"], torch.int8, (0, 0))
-        expect(folder, parts["scale"], torch.float32, (rows,))
+        rows, columns = folder.expect(parts["codes"], torch.int8, (-1, -1))
+        folder.expect(parts["scale"], torch.float32, (rows,))
         if (key := f"{module}.weight_format") in folder.shards.info:
             parts["format"] = key
             if folder.shards[key].any():
@@ -171,10 +171,10 @@ def _in_four_bits(folder: CodedFolder, name: str, kind: str, state: Settings) ->
         parts |= {part: f"{name}.{part}" for part in ("nested_absmax", "nested_quant_map")}
         if not isinstance(nested, int) or nested < 1 or not math.isfinite(offset):
             raise ValueError(f"{folder.path}: tensor {name}: expected a nested_blocksize, found {state}")
-        expect(folder, parts["nested_absmax"], torch.float32, (math.ceil(blocks / nested),))
-        expect(folder, parts["nested_quant_map"], torch.float32, (256,))
-    expect(folder, parts["absmax"], torch.uint8 if nested else torch.float32, (blocks,))
-    expect(folder, parts["quant_map"], torch.float32, (16,))
+        folder.expect(parts["nested_absmax"], torch.float32, (math.ceil(blocks / nested),))
+        folder.expect(parts["nested_quant_map"], torch.float32, (256,))
+    folder.expect(parts["absmax"], torch.uint8 if nested else torch.float32, (blocks,))
+    folder.expect(parts["quant_map"], torch.float32, (16,))
     decoder = functools.partial(_four_bit_rows, columns=columns, block=block, offset=offset, nested=nested)
     unit = rows if columns % block else 1  # of whole blocks
     return Coded(kind=f"bitsandbytes {kind}", shape=(rows, columns), parts=parts, decoder=decoder, unit=unit)
@@ -212,7 +212,7 @@ def fp8_weight(
     folder: CodedFolder, name: str, scale: str, configured: Sequence[int] | None = None, unused: tuple[str, ...] = ()
 ) -> Coded:
     """Describe a weight in FP8 by the shape of its scales, and by the size of blocks in the configuration."""
-    shape = expect(folder, name, E4M3, (0, 0))
+    shape = folder.expect(name, E4M3, (-1, -1))
     block = _block(shape, folder.shards.info[scale].shape, configured)
     found = folder.shards.info[scale]
     if block is None or found.dtype not in (*HIGH_PRECISION_DTYPES, *_E8M0):

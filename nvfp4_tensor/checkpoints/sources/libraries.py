@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.formats.compressed_tensors import group_of
 from nvfp4_tensor.checkpoints.formats.torchao import described
-from nvfp4_tensor.checkpoints.sources.coded import Coded, CodedFolder, Read, Rows, expect, modules_with, naming
+from nvfp4_tensor.checkpoints.sources.coded import Coded, CodedFolder, Read, Rows, modules_with, naming
 from nvfp4_tensor.checkpoints.sources.layouts import Found, Settings, fp8_weight
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS, unpack
 
@@ -43,22 +43,22 @@ def compressed_tensors(folder: CodedFolder, settings: Settings) -> Found:
         parts = {"codes": f"{module}.weight{'_packed' * (module in packed)}", "scale": f"{module}.weight_scale"}
         if module in packed:
             parts["shape"] = f"{module}.weight_shape"
-            expect(folder, parts["shape"], (torch.int64, torch.int32), (2,))
+            folder.expect(parts["shape"], (torch.int64, torch.int32), (2,))
             rows, columns = folder.shards[parts["shape"]].tolist()
-            expect(folder, parts["codes"], torch.int32, (rows, math.ceil(columns * bits / 32)))
+            folder.expect(parts["codes"], torch.int32, (rows, math.ceil(columns * bits / 32)))
         else:
-            rows, columns = expect(folder, parts["codes"], torch.int8, (0, 0))
+            rows, columns = folder.expect(parts["codes"], torch.int8, (-1, -1))
         group = arguments.group_size or columns
         scales = {"tensor": (1,), "channel": (rows, 1), "group": (rows, columns / group)}[arguments.strategy]
-        expect(folder, parts["scale"], HIGH_PRECISION_DTYPES, scales)
+        folder.expect(parts["scale"], HIGH_PRECISION_DTYPES, scales)
         if not arguments.symmetric:
             parts["zero"] = f"{module}.weight_zero_point"
             is_packed = module in packed and len(scales) > 1
             shape = (math.ceil(rows * bits / 32), scales[1]) if is_packed else scales
-            expect(folder, parts["zero"], torch.int32 if is_packed else torch.int8, shape)
+            folder.expect(parts["zero"], torch.int32 if is_packed else torch.int8, shape)
         if f"{module}.weight_g_idx" in info:
             parts["g_idx"] = f"{module}.weight_g_idx"
-            expect(folder, parts["g_idx"], torch.int32, (columns,))
+            folder.expect(parts["g_idx"], torch.int32, (columns,))
         decoder = functools.partial(
             _compressed_rows, arguments=arguments, shape=(rows, columns), is_there=frozenset(parts)
         )
@@ -141,7 +141,7 @@ def _of_torchao(folder: CodedFolder, name: str, fields: Mapping[str, Any]) -> Co
         raise ValueError(f"{folder.path}: tensor {parts['act_pre_scale']} rescales inputs, which is not supported")
     unused = tuple(parts.pop(part) for part in [*parts] if part.startswith("act_"))
     parts["codes"] = parts.pop("qdata")
-    rows, columns = expect(folder, parts["codes"], _CODES[kind], (0, 0))
+    rows, columns = folder.expect(parts["codes"], _CODES[kind], (-1, -1))
     columns *= 2 if kind == "Int4Tensor" or info[parts["codes"]].dtype == torch.uint8 else 1
     for key in parts.values():
         if key not in info:
@@ -153,7 +153,7 @@ def _of_torchao(folder: CodedFolder, name: str, fields: Mapping[str, Any]) -> Co
     if kind == "Int4Tensor":
         group = fields["_data"]["block_size"][-1]
         for part in ("scale", "zero_point"):
-            expect(folder, parts[part], HIGH_PRECISION_DTYPES, (columns / group, rows))
+            folder.expect(parts[part], HIGH_PRECISION_DTYPES, (columns / group, rows))
         decoder = functools.partial(_int4_rows, group=group)
     elif (info[parts["scale"]].shape or (1,))[0] not in (1, rows) or fields["_data"].get("is_swizzled_scales"):
         unit = rows  # its scales cannot be cut

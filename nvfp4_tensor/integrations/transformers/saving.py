@@ -131,7 +131,7 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
         if not entry.is_coded:
             continue  # dense tensors have the model's names, which transformers maps to those in files
         parts: Any = checkpoint.value(name)
-        for key, tensor in layout.encoded(name, parts, entry).items():
+        for key, tensor in layout.encode(name, parts, entry).items():
             # Linears with a common scale may share its tensor, which transformers would treat as a tied weight.
             tensors[key] = tensor.clone() if tensor.dim() == 0 else tensor
         if isinstance(parts, LinearParts) and nan_blocks(parts):
