@@ -11,7 +11,7 @@ import torch
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Format, format_named, is_fp8_cache, read
-from nvfp4_tensor.checkpoints.wrappers import WeightOnly, with_cache_scales
+from nvfp4_tensor.checkpoints.wrappers import Renamed, WeightOnly
 from nvfp4_tensor.quantization.names import joined_with, some
 
 
@@ -60,7 +60,9 @@ def convert(
                 "store the cache in 16 bits",
                 stacklevel=2,
             )
-        checkpoint = with_cache_scales(checkpoint, renamed) if renamed else checkpoint
+        if renamed:
+            checkpoint = Renamed(checkpoint, renamed)
+            checkpoint.cache = source.cache if checkpoint.stored else None
         if target.is_served and (different := different_scales(checkpoint)):
             names = some([" and ".join(group) for group in different])
             warnings.warn(

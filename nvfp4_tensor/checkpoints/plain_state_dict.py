@@ -42,18 +42,20 @@ def to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"to_plain takes a state dict, model.state_dict(), not a {type(state_dict).__name__}")
     plain: dict[str, Any] = {}
     for name, value in state_dict.items():
-        plain[name] = value
-        if isinstance(value, FP8Tensor):
-            plain |= _plain_fp8(name, value.detach())
-        elif isinstance(value, NVFP4Tensor):
-            weight, keys = value.detach(), part_names(name)
-            settings = json.dumps(_settings(weight)).encode()
-            plain[name] = weight.qdata
-            plain[keys["scale"]] = weight.unswizzled_scale()
-            plain[keys["per_tensor_scale"]] = weight.per_tensor_scale
-            plain[keys["settings"]] = torch.frombuffer(bytearray(settings), dtype=torch.uint8)
-            if weight.activation_amax is not None:
-                plain[keys["input_amax"]] = weight.activation_amax
+        if not isinstance(value, NVFP4Tensor | FP8Tensor):
+            plain[name] = value
+            continue
+        weight, keys = value.detach(), part_names(name)
+        settings = torch.frombuffer(bytearray(json.dumps(_settings(weight)).encode()), dtype=torch.uint8)
+        if isinstance(weight, FP8Tensor):
+            parts = {"scale": weight.scale, "settings": settings, "input_scale": weight.input_scale}
+        else:
+            parts = {
+                "scale": weight.unswizzled_scale(), "per_tensor_scale": weight.per_tensor_scale, "settings": settings,
+                "input_amax": weight.activation_amax,
+            }  # fmt: skip
+        plain[name] = weight.qdata
+        plain |= {keys[part]: tensor for part, tensor in parts.items() if tensor is not None}
     return plain
 
 
@@ -85,10 +87,14 @@ def part_names(name: str) -> dict[str, str]:
     return {**keys, "settings": f"{stem}weight_settings", "input_amax": f"{stem}input_amax"}
 
 
-def _settings(weight: NVFP4Tensor) -> dict[str, Any]:
+def _settings(weight: NVFP4Tensor | FP8Tensor) -> dict[str, Any]:
+    dtype = str(weight.orig_dtype).removeprefix("torch.")
+    if isinstance(weight, FP8Tensor):
+        kind = None if weight.spec.activations is None else weight.spec.activations.name
+        return {"fp8": weight.spec.block, "activations": kind, "dtype": dtype, "transposed": weight.transposed}
     return {
         "columns": weight.columns,
-        "dtype": str(weight.orig_dtype).removeprefix("torch."),
+        "dtype": dtype,
         "spec": weight.spec.to_dict(),
         "activation_spec": None if weight.activation_spec is None else weight.activation_spec.to_dict(),
         "product_backend": weight.product_backend.name,
@@ -128,15 +134,6 @@ def _nvfp4(name: str, state_dict: Mapping[str, Any]) -> NVFP4Tensor:
         product_backend=ProductBackend[settings.get("product_backend", "AUTO")],
         transposed=bool(settings.get("transposed", False)),
     )
-
-
-def _plain_fp8(name: str, weight: FP8Tensor) -> dict[str, Tensor]:
-    keys, kind = part_names(name), weight.spec.activations
-    fields: dict[str, Any] = {"fp8": weight.spec.block, "activations": None if kind is None else kind.name}
-    fields |= {"dtype": str(weight.orig_dtype).removeprefix("torch."), "transposed": weight.transposed}
-    settings = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
-    plain = {name: weight.qdata, keys["scale"]: weight.scale, keys["settings"]: settings}
-    return plain if weight.input_scale is None else {**plain, keys["input_scale"]: weight.input_scale}
 
 
 def _fp8(name: str, state_dict: Mapping[str, Any]) -> FP8Tensor:

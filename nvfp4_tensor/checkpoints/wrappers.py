@@ -90,13 +90,6 @@ class Renamed(View):
         self.entries = {name: entry for name, entry in named if name}
 
 
-def with_cache_scales(source: Checkpoint, renamed: Mapping[str, str]) -> Checkpoint:
-    """Return a checkpoint whose scales of a key-value cache, which are all of ``renamed``, have other names."""
-    view = Renamed(source, renamed)
-    view.cache = source.cache if view.stored else None
-    return view
-
-
 class AsLinears(View):
     """A dense checkpoint with some of its weights as (N, K), which its files have as (K, N)."""
 

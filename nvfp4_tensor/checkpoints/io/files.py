@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,18 @@ class Files:
         """
         for file, stat in self.stats.items():
             check_same(file, stat, file.stat() if file.exists() else None)
+
+
+@contextlib.contextmanager
+def naming(file: Path, tensor: str = "", others: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Add the names of the file and the tensor to a ValueError; ``others``, such as a library raises, become one."""
+    try:
+        yield
+    except (ValueError, *others) as error:
+        if str(error).startswith(str(file)):
+            raise
+        said = error if isinstance(error, ValueError) else repr(error)
+        raise ValueError(f"{file}: {f'tensor {tensor}: ' if tensor else ''}{said}") from error
 
 
 def check_regular(file: Path) -> None:

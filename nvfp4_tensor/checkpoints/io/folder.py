@@ -16,7 +16,7 @@ from nvfp4_tensor.checkpoints.architectures import is_mask
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, chunks_of
 from nvfp4_tensor.checkpoints.formats import fp8
 from nvfp4_tensor.checkpoints.formats.unlabelled import unlabelled
-from nvfp4_tensor.checkpoints.io.files import Files, check_same
+from nvfp4_tensor.checkpoints.io.files import Files, check_same, naming
 from nvfp4_tensor.checkpoints.io.safetensors import NAMES, Shards, parse_json, read_json
 from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, read_factors, sidecars_of, with_factors
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales
@@ -95,14 +95,11 @@ class FolderCheckpoint(Checkpoint):
     def decoded(self, name: str, tensors: Mapping[str, Tensor]) -> Any:
         """Return a weight in NVFP4 or FP8, from its tensors in the files or elsewhere."""
         entry = self.entries[name]
-        try:
+        with naming(self.path / str(entry.shard) if self.path.is_dir() else self.path, name):
             if entry.fp8:
                 return fp8.decode(name, tensors, entry)
             parts = check_scales(self._format.decode(name, tensors, entry))
             return with_factors(parts, self._factors.get(name, {}))
-        except ValueError as error:
-            file = self.path / str(entry.shard) if self.path.is_dir() else self.path
-            raise ValueError(f"{file}: tensor {name}: {error}") from None
 
     def chunks(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[Tensor]:
         entry = self.entries[name]

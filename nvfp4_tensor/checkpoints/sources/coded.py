@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import chunks_of
+from nvfp4_tensor.checkpoints.io.files import naming
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import CHUNK, Shards
 from nvfp4_tensor.checkpoints.io.strips import STRIP, in_parallel
@@ -24,6 +24,9 @@ from nvfp4_tensor.tensor.fp8 import FP8Tensor
 
 if TYPE_CHECKING:
     from nvfp4_tensor.checkpoints.formats.table import TableFormat
+
+RAISED = (TypeError, LookupError, RuntimeError, AssertionError, AttributeError, ArithmeticError)
+"""What decoders, which may be another library's, raise for damaged tensors, beside ValueErrors."""
 
 _STRIPS = 8
 """Strips whose codes are read at a time."""
@@ -116,7 +119,7 @@ class CodedFolder(FolderCheckpoint):
         rows = min(rows, count)
         nbytes = rows * columns * entry.dtype.itemsize
         buffer = torch.empty(nbytes, dtype=torch.uint8) if buffer is None else buffer[:nbytes]
-        with naming(self._file(name), name):
+        with naming(self._file(name), name, RAISED):
             yield from coded.rows(self.shards, rows, buffer.view(entry.dtype).view(rows, columns))
 
     def _file(self, name: str) -> Path:
@@ -131,7 +134,7 @@ class CodedFolder(FolderCheckpoint):
         for name, coded in self.coded_weights.items():
             if "codes" in coded.parts:
                 rows = 1 if coded.unit < coded.shape[0] else coded.shape[0]
-                with naming(self._file(name), name):
+                with naming(self._file(name), name, RAISED):
                     next(coded.rows(self.shards, rows, torch.empty(rows, coded.shape[1], dtype=torch.float32)))
             for part, key in coded.parts.items():
                 info = self.shards.info[key]
@@ -155,17 +158,6 @@ class CodedFolder(FolderCheckpoint):
         if unused := sum(bool(coded.unused) for coded in self.coded_weights.values()):
             lines.append(f"left out: static scales of activations, {unused} weights")
         return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def naming(file: Path, name: str) -> Iterator[None]:
-    """Add the names of the file and the tensor to what a decoder, which may be another library's, raises."""
-    try:
-        yield
-    except (ValueError, TypeError, LookupError, RuntimeError, AssertionError, AttributeError, ArithmeticError) as error:
-        if str(error).startswith(str(file)):
-            raise
-        raise ValueError(f"{file}: tensor {name}: {error!r}") from error
 
 
 def modules_with(folder: FolderCheckpoint, last: str, beside: str = "", dtype: torch.dtype | None = None) -> list[str]:

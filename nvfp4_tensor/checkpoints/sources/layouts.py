@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
+from nvfp4_tensor.checkpoints.io.files import naming
 from nvfp4_tensor.checkpoints.io.safetensors import parse_json
-from nvfp4_tensor.checkpoints.sources.coded import Coded, CodedFolder, Read, Rows, modules_with, naming
+from nvfp4_tensor.checkpoints.sources.coded import RAISED, Coded, CodedFolder, Read, Rows, modules_with
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.tensor.fp8 import E4M3, FP8Spec
 
@@ -131,7 +132,7 @@ def bitsandbytes(folder: CodedFolder, settings: Settings) -> Found:
     """Find the weights of bitsandbytes, in 4 bits by the settings beside each, and in 8."""
     for key in [key for key in folder.shards.info if _STATE in key]:
         name, kind = key.split(_STATE, 1)
-        with naming(folder.shards.info[key].file, key):
+        with naming(folder.shards.info[key].file, key, RAISED):
             coded = _in_four_bits(folder, name, kind, parse_json(bytes(folder.shards[key].tolist())))
         yield name, coded
     for module in modules_with(folder, "SCB", "weight", torch.int8):

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.formats.compressed_tensors import group_of
 from nvfp4_tensor.checkpoints.formats.torchao import described
-from nvfp4_tensor.checkpoints.sources.coded import Coded, CodedFolder, Read, Rows, modules_with, naming
+from nvfp4_tensor.checkpoints.io.files import naming
+from nvfp4_tensor.checkpoints.sources.coded import RAISED, Coded, CodedFolder, Read, Rows, modules_with
 from nvfp4_tensor.checkpoints.sources.layouts import Found, Settings, fp8_weight
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES, TILE_ROWS, unpack
 
@@ -128,7 +129,7 @@ def torchao(folder: CodedFolder, settings: Settings) -> Found:
         if fields["_type"] not in _CODES:
             wanted = " or ".join(_CODES)
             raise ValueError(f"{folder.path}: tensor {name}: expected torchao's {wanted}, found {fields['_type']}")
-        with naming(folder.path, name):
+        with naming(folder.path, name, RAISED):
             coded = _of_torchao(folder, name, fields)
         yield name, coded
 

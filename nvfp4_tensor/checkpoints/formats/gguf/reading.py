@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import math
 import warnings
@@ -28,7 +27,7 @@ from nvfp4_tensor.checkpoints.formats.gguf.names import (
 )
 from nvfp4_tensor.checkpoints.formats.gguf.tokenizer import tokenizer_of
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import parts_of_mxfp4
-from nvfp4_tensor.checkpoints.io.files import Files
+from nvfp4_tensor.checkpoints.io.files import Files, naming
 from nvfp4_tensor.checkpoints.io.sidecar import read_factors, sidecars_of, with_factors
 from nvfp4_tensor.checkpoints.names import warn_of_missing_input_scales
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales
@@ -66,7 +65,7 @@ class GGUFCheckpoint(Checkpoint):
         reader = _opened(path)
         self.fields: dict[str, gguf.ReaderField] = dict(reader.fields)
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        with _naming(path):
+        with naming(path):
             self._vectors = {name: dtype for dtype, key in VECTORS.items() for name in self._value(key, [])}
             name = self._value("general.architecture")
             self._experts = int(self._value(f"{name}.expert_count", 0))
@@ -118,7 +117,7 @@ class GGUFCheckpoint(Checkpoint):
         if order is not None:
             data = data[order.argsort()]
         if tensor.tensor_type.name == "MXFP4":
-            with _naming(self.path, gguf_name):
+            with naming(self.path, gguf_name):
                 return parts_of_mxfp4(*unpack_mxfp4(data))
         codes, scale = unpack_blocks(data)
         parts = LinearParts(
@@ -129,7 +128,7 @@ class GGUFCheckpoint(Checkpoint):
             quantizes_activations=entry.quantizes_activations,
             input_scale=self._sidecar(gguf_name, "input_scale", expert) if entry.has_input_scale else None,
         )
-        with _naming(self.path, gguf_name):
+        with naming(self.path, gguf_name):
             return with_factors(check_scales(parts), self._factors.get(name, {}))
 
     def write_auxiliary_files(self, folder: Path) -> None:
@@ -278,15 +277,6 @@ def _check_layout(path: Path, reader: gguf.GGUFReader) -> None:
         if tensor.data_offset < end:
             raise ValueError(f"{where}: its bytes overlap with those of {before}")
         end, before = tensor.data_offset + tensor.n_bytes, tensor.name
-
-
-@contextlib.contextmanager
-def _naming(path: Path, tensor: str | None = None) -> Iterator[None]:
-    """Add the names of the file and the tensor to errors."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{path}: {f'tensor {tensor}: ' if tensor else ''}{error}") from None
 
 
 def _shape(tensor: gguf.ReaderTensor, expert: int | None) -> tuple[int, ...]:
