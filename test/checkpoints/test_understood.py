@@ -49,40 +49,26 @@ def copied(sources, tmp_path, format):
     return folder, folder / "model.safetensors" if format == "comfy" else folder
 
 
-@pytest.mark.parametrize(("format", "suffix"), [*zip(itertools.cycle(FORMATS), RESCALING, strict=False)])
-def test_tensors_that_rescale_a_weight(sources, tmp_path, format, suffix):
+EXTRA = "mlp.experts.extra.weight"
+FOREIGN = [
+    *((format, f"{Q}.{suffix}", torch.full((64,), 4.0)) for format, suffix in zip(itertools.cycle(FORMATS), RESCALING)),
+    *((format, f"{Q}.{''.join(random.Random(format).choices('abcdefghijklm_', k=9))}", torch.ones(1))
+      for format in FORMATS[:-1]),
+    *(("dense", EXTRA, torch.ones(32, 32).to(dtype)) for dtype in (torch.float8_e5m2, torch.int8, torch.uint8)),
+    *((format, EXTRA, torch.ones(32, 32).to(dtype)) for format, dtype in (
+        ("compressed-tensors", torch.int8), ("torchao", torch.float8_e4m3fn), ("comfy", torch.int32))),
+]  # fmt: skip
+"""Tensors that rescale a weight, unknown ones beside codes (a linear has a weight and a bias), and weights in codes."""
+
+
+@pytest.mark.parametrize(("format", "name", "tensor"), FOREIGN)
+def test_tensors_of_another_quantization(sources, tmp_path, format, name, tensor):
     folder, path = copied(sources, tmp_path, format)
-    edit(folder, lambda tensors: tensors.update({f"{Q}.{suffix}": torch.full((64,), 4.0)}))
-    assert_refused(path, tmp_path / "out", rf"{suffix}|already quantized|NVFP4|quantized by")
-    with pytest.raises(ValueError, match=rf"q_proj\.{suffix} change the meaning"):
+    edit(folder, lambda tensors: tensors.update({name: tensor}))
+    named = rf"{name.rpartition('.')[2]}|extra\.weight"
+    assert_refused(path, tmp_path / "out", rf"{named}|already quantized|NVFP4|quantized by")
+    with pytest.raises(ValueError, match=rf"{name} (change the meaning|\(\w+\) are weights of another)"):
         checkpoints.read(path)
-
-
-@pytest.mark.parametrize("format", FORMATS[:-1])
-def test_an_unknown_tensor_beside_codes(sources, tmp_path, format):
-    """A linear has a weight and a bias, so that any other tensor is part of a quantization; but of a cache, too."""
-    name = "".join(random.Random(format).choices("abcdefghijklm_", k=9))
-    folder, path = copied(sources, tmp_path, format)
-    edit(folder, lambda tensors: tensors.update({f"{Q}.bias": torch.ones(64), f"{Q}.k_scale": torch.ones(1)}))
-    with checkpoints.read(path) as read:
-        assert {f"{Q}.bias", f"{Q}.k_scale"} <= read.entries.keys()
-    edit(folder, lambda tensors: tensors.update({f"{Q}.{name}": torch.ones(1)}))
-    with pytest.raises(ValueError, match=rf"q_proj\.{name} change the meaning"):
-        checkpoints.read(path)
-
-
-@pytest.mark.parametrize(
-    ("format", "dtype"),
-    [
-        *(("dense", t) for t in (torch.float8_e5m2, torch.int8, torch.uint8)),
-        *(("compressed-tensors", torch.int8), ("torchao", torch.float8_e4m3fn), ("comfy", torch.int32)),
-    ],
-)
-def test_weights_in_codes(sources, tmp_path, format, dtype):
-    """FP8, int8 and packed matrices among NVFP4 or dense ones."""
-    folder, path = copied(sources, tmp_path, format)
-    edit(folder, lambda tensors: tensors.update({"mlp.experts.extra.weight": torch.ones(32, 32).to(dtype)}))
-    assert_refused(path, tmp_path / "out", r"extra\.weight|quantized by|NVFP4")
 
 
 @pytest.mark.parametrize(("name", "said"), [("weight", r" \(int8\) are weights"), ("bias", ": expected a floating-")])
@@ -110,7 +96,8 @@ def test_what_models_have_is_no_quantization(tmp_path):
             "experts.gate_up_proj_bias": entry(4, 64), "experts.down_proj": entry(4, 64, 64),
             "mlp.gate.weight": entry(4, 64),
             "mlp.gate.e_score_correction_bias": entry(4), "mlp.experts.down_proj_bias": entry(4, 64),
-            "k_proj.weight": entry(64, 64, quantized=True), "k_proj.k_scale": entry(), "embed.embed_scale": entry(),
+            "k_proj.weight": entry(64, 64, quantized=True), "k_proj.k_scale": entry(), "k_proj.bias": entry(64),
+            "embed.embed_scale": entry(),
             "k_proj.lora_A.weight": entry(8, 64), "weight_norm.weight": entry(64, 64), "conv1d.weight": entry(64, 1, 4),
         },
         tmp_path,

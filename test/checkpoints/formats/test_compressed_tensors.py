@@ -146,6 +146,3 @@ def test_a_sidecar_that_does_not_fit_changes_nothing(w4a4):
     again = checkpoints.read(w4a4).linear(f"{Q_PROJ}.weight")
     assert torch.equal(again.per_tensor_scale, again.divisor.reciprocal())
     assert again.per_tensor_scale == pytest.approx(parts.per_tensor_scale.item(), rel=1e-6)
-    sidecar.write_text(json.dumps({"factors": {"a": {"qdata": 3.0}}}))
-    with pytest.raises(ValueError, match=r"nvfp4_tensor\.json: expected factors"):
-        checkpoints.read(w4a4)

@@ -9,7 +9,7 @@ from helpers.checkpoint_folders import GOLDEN, dense_tensors, edit_json, write_d
 from helpers.checkpoints import InMemory, same_parts
 from safetensors.torch import load_file
 
-from nvfp4_tensor import QuantizeSpec, checkpoints, quantize, quantize_experts
+from nvfp4_tensor import checkpoints, quantize, quantize_experts
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.formats.modelopt import format_for
 
@@ -132,11 +132,3 @@ def test_experts_of_either_layout(tmp_path, kind, shape):
     }  # fmt: skip
     with checkpoints.read(tmp_path / "a") as read:
         assert same_parts(read.linear("experts.gate_up_proj"), parts_of(experts))
-
-
-def test_weights_alone_of_linears_that_quantize_activations(tmp_path):
-    weight = quantize(torch.randn(32, 64))._replace(activation_spec=QuantizeSpec())
-    checkpoints.save({"a.weight": weight}, tmp_path / "dst", weight_only=True, progress=False)
-    assert not checkpoints.read(tmp_path / "dst").linear("a.weight").quantizes_activations
-    with pytest.raises(ValueError, match=r"a\.weight: a transposed"):
-        checkpoints.save({"a.weight": weight.t()}, tmp_path / "b", progress=False)

@@ -63,6 +63,9 @@ DAMAGES = [
     ("torchao", drop(f"{Q}._weight_qdata"), r"_weight_qdata: expected uint8 \(N, K / 2\), found none"),
     ("torchao", drop("model.norm.weight"), r"the headers describe model\.norm\.weight, but no file has them"),
     ("torchao", drop(f"{Q}._weight_per_tensor_scale"), rf"{Q}\.weight: the header lists .*, found"),
+    ("compressed-tensors", lambda t: t.update({f"{Q}.{key}": t[f"{Q}.{key}"][:, :size].contiguous()
+                                              for key, size in (("weight_packed", 12), ("weight_scale", 1))}),
+     r"q_proj\.weight_packed: expected columns in multiples of 16, found U8"),
     ("comfy", drop(f"{Q}.weight_scale"), r"weight_scale .*is missing"),
     ("comfy", drop(f"{Q}.weight"), f"markers name {Q} as quantized, but they have no weight"),
     ("comfy", cut(f"{Q}.weight_scale", slice(64)), r"expected F8_E4M3 \[128, 4\], found F8_E4M3 \[64, 4\]"),
@@ -224,23 +227,6 @@ def test_names_of_its_own_tensors_are_not_for_dense_ones(tmp_path, format, dense
     tensors = InMemory({"a.weight": weight(amax=2688.0), dense: torch.ones(2)}, {})
     with pytest.raises(ValueError, match=rf"{format} .*names for .*{dense} are dense: rename them"):
         format_named(format).write(tensors, tmp_path / "a.safetensors", progress=False)
-
-
-def test_experts_of_torchao_with_rows_that_are_not_swizzled_apart(tmp_path):
-    experts = quantize_experts(torch.randn(2, 128, 64))
-    checkpoints.save({"e.x": experts}, tmp_path / "a", format="torchao", progress=False)
-    assert load_file(tmp_path / "a/model.safetensors")["e._x_per_tensor_scale"].shape == (2, 1, 1)
-    edit(tmp_path / "a", cut("e._x_qdata", slice(None), slice(32)))
-    with pytest.raises(ValueError, match=r"e\._x_qdata: expected experts with rows in multiples of 128"):
-        checkpoints.read(tmp_path / "a")
-
-
-def test_columns_that_are_no_whole_blocks(sources, tmp_path):
-    folder = shutil.copytree(sources / "compressed-tensors", tmp_path / "x")
-    edit(folder, lambda t: t.update({f"{Q}.weight_packed": t[f"{Q}.weight_packed"][:, :12].contiguous(),
-                                     f"{Q}.weight_scale": t[f"{Q}.weight_scale"][:, :1].contiguous()}))  # fmt: skip
-    with pytest.raises(ValueError, match=r"q_proj\.weight_packed: expected columns in multiples of 16, found U8"):
-        checkpoints.read(folder)
 
 
 # --- without a configuration -----------------------------------------------------------------------------------------

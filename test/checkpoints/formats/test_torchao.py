@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers.checkpoint_folders import CONFIG, GOLDEN
+from helpers.checkpoint_folders import CONFIG, GOLDEN, assert_refused, content
 from safetensors.torch import load_file, save_file
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor as TheirTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import QuantizeTensorToNVFP4Kwargs
@@ -58,48 +58,39 @@ def test_transformers_reads_it(tmp_path):
                 assert torch.equal(parameter, read.dense(name))
 
 
-@pytest.mark.parametrize(("swizzled", "static"), [(True, True), (False, False)])
-def test_what_torchao_writes_is_read(tmp_path, swizzled, static):
-    weight = torch.randn(48, 80).bfloat16()
-    scale = weight.float().abs().amax() / 2688
-    activation = QuantizeTensorToNVFP4Kwargs(is_swizzled_scales=True) if static else None
+@pytest.mark.parametrize(("swizzled", "static"), [(True, True), (True, False), (False, False)])
+def test_what_torchao_writes_is_read_and_written_as_it_does(tmp_path, swizzled, static):
+    """Swizzled weights come back as the same tensors under the same names, with the same description."""
+    weight = torch.randn(64, 80).bfloat16()
+    activation = QuantizeTensorToNVFP4Kwargs(is_swizzled_scales=True, use_dynamic_per_tensor_scale=False)
     theirs = TheirTensor.to_nvfp4(
-        weight, per_tensor_scale=scale, is_swizzled_scales=swizzled, act_quant_kwargs=activation,
-        act_per_tensor_scale=torch.tensor(0.25) if static else None,
+        weight, per_tensor_scale=weight.float().abs().amax() / 2688, is_swizzled_scales=swizzled,
+        act_quant_kwargs=activation if static else None, act_per_tensor_scale=torch.tensor(0.25) if static else None,
     )  # fmt: skip
-    tensors, metadata = flatten_tensor_state_dict({"a.weight": theirs, "a.bias": torch.ones(48)})
-    save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
-    assert checkpoints.detect(tmp_path / "model.safetensors") == "torchao"
-    with checkpoints.read(tmp_path / "model.safetensors") as read:
-        parts = read.linear("a.weight")
-        assert torch.equal(read.dense("a.bias"), torch.ones(48))
-    ours = tensor_of(parts, torch.float32)
-    assert torch.allclose(ours.dequantize(), theirs.dequantize(torch.float32), rtol=1e-6)
-    assert parts.quantizes_activations == static and (
-        parts.input_scale == 0.25 if static else parts.input_scale is None
-    )
-
-
-def test_what_torchao_quantizes_is_written_as_it_does(tmp_path):
-    """Weight-only as its config makes it: the same tensors under the same names, and the same description."""
-    weight = torch.randn(64, 128).bfloat16()
-    theirs = TheirTensor.to_nvfp4(weight, per_tensor_scale=weight.float().abs().amax() / 2688, is_swizzled_scales=True)
-    tensors, metadata = flatten_tensor_state_dict({"a.weight": theirs})
+    tensors, metadata = flatten_tensor_state_dict({"a.weight": theirs, "a.bias": torch.ones(64)})
     (tmp_path / "theirs").mkdir()
-    save_file(tensors, tmp_path / "theirs/model.safetensors", metadata=metadata | {"format": "pt"})
-    quantization = {"quant_method": "torchao"}
-    (tmp_path / "theirs/config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
+    file = tmp_path / "theirs/model.safetensors"
+    save_file(tensors, file, metadata=metadata | {"format": "pt"})
+    assert checkpoints.detect(file) == "torchao"
+    with checkpoints.read(file) as read:
+        parts = read.linear("a.weight")
+        assert torch.equal(read.dense("a.bias"), torch.ones(64))
+    assert torch.allclose(
+        tensor_of(parts, torch.float32).dequantize(), theirs.dequantize(torch.float32), rtol=1e-6, atol=0
+    )
+    assert parts.quantizes_activations == static and parts.input_scale == (0.25 if static else None)
+    (tmp_path / "theirs/config.json").write_text(
+        json.dumps({**CONFIG, "quantization_config": {"quant_method": "torchao"}})
+    )
     checkpoints.convert(tmp_path / "theirs", tmp_path / "ours", to="torchao", progress=False)
-    read = {name: Shards(tmp_path / name) for name in ("theirs", "ours")}
-    described = {name: json.loads(shards.metadata["a.weight"]) for name, shards in read.items()}
-    assert {**described["theirs"], "_tensor_data_names": 0} == {**described["ours"], "_tensor_data_names": 0}
-    assert set(described["theirs"]["_tensor_data_names"]) == set(described["ours"]["_tensor_data_names"])
-    for name, tensor in read["theirs"].items():
-        assert torch.equal(tensor.reshape(-1).view(torch.uint8), read["ours"][name].reshape(-1).view(torch.uint8)), name
-        assert tensor.shape == read["ours"][name].shape
+    described = [json.loads(Shards(tmp_path / name).metadata["a.weight"]) for name in ("theirs", "ours")]
+    names = [set(each.pop("_tensor_data_names")) for each in described]
+    assert names[0] == names[1] and (described[0] == described[1]) == swizzled
+    assert not swizzled or content(tmp_path / "theirs") == content(tmp_path / "ours")
 
 
 def test_experts(tmp_path):
+    """Their rows are swizzled apart, in tiles of 128."""
     experts = quantize_experts(torch.randn(2, 128, 64) * torch.tensor([1.0, 5.0])[:, None, None])
     checkpoints.save({"experts.down_proj": experts}, tmp_path / "a", format="torchao", progress=False)
     state, _ = unflatten_tensor_state_dict(load_file(tmp_path / "a/model.safetensors"), Shards(tmp_path / "a").metadata)
@@ -107,3 +98,8 @@ def test_experts(tmp_path):
     with checkpoints.read(tmp_path / "a") as read:
         again = tensor_of(read.linear("experts.down_proj"), torch.float32)
     assert torch.equal(again.dequantize(), experts.dequantize())
+    assert_refused(
+        tmp_path / "a",
+        lambda t: t.update({"experts._down_proj_qdata": t["experts._down_proj_qdata"][:, :32].clone()}),
+        r"_down_proj_qdata: expected experts with rows in multiples of 128",
+    )

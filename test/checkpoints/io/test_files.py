@@ -55,15 +55,6 @@ def test_a_link_out_of_the_folder(folder, name="config.json"):
     assert not (folder.parent / "dst").exists()
 
 
-def test_links_within_the_folder_and_to_it(folder):
-    (folder / "parts").mkdir()
-    shutil.move(folder / "model.safetensors", folder / "parts/real")
-    (folder / "model.safetensors").symlink_to("parts/real")
-    (folder.parent / "link").symlink_to("src")
-    checkpoints.convert(folder.parent / "link", folder.parent / "dst", to="modelopt", progress=False)
-    assert checkpoints.detect(folder.parent / "dst") == "modelopt"
-
-
 @pytest.mark.parametrize("subfolder", ["", "text_encoder"])
 def test_a_cache_of_the_hub(folder, subfolder):
     """Its snapshots are links to the blobs of the same repository, which may lie on another disk."""

@@ -62,15 +62,6 @@ def test_read(tmp_path, monkeypatch, windows):
     assert torch.equal(read["ids"], tensors["ids"])  # opened again
 
 
-def test_several_files(tmp_path):
-    tensors = write_dense(tmp_path / "src", files=3)
-    read = Shards(tmp_path / "src")
-    assert [file.name for file in read.files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-    assert set(read) == set(tensors) and all(torch.equal(read[name], tensors[name]) for name in tensors)
-    (tmp_path / "src/model.safetensors.index.json").unlink()
-    assert set(Shards(tmp_path / "src")) == set(tensors)
-
-
 @pytest.mark.parametrize(
     "damage", [lambda b: b[:-3], lambda b: b[:20], lambda b: b"", lambda b: b + b"x", lambda b: b"GGUF" + b[4:]]
 )

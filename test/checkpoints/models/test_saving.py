@@ -199,6 +199,7 @@ SIGNED = dict.fromkeys(("weight_spec", "activation_spec"), QuantizeSpec(hadamard
         (lambda b: b.to("meta"), r"q_proj\.weight is on the meta device"),
         (lambda b: quantize_(b, NVFP4Config(**SIGNED)), r"q_proj\.weight: a weight quantized with hadamard_sign"),
         (lambda b: quantize_(b, NVFP4Config()), r"needs a static input scale: use calibrate\(model, batches\)"),
+        (lambda b: {"a.weight": quantize(torch.randn(32, 64)).t()}, r"a\.weight: a transposed"),
         (lambda b: {"extra": {}}, "extra is a dict: checkpoints can only have tensors"),
         (
             lambda b: {"a.weight": quantize(torch.randn(32, 64)).fill_(float("nan"))},

@@ -1,8 +1,10 @@
-"""What compressed-tensors and torchao write is decoded as they do, in pieces."""
+"""What GPTQModel, AutoAWQ, bitsandbytes, compressed-tensors and torchao write is decoded as they do, in pieces."""
 
 import pytest
 import torch
+from helpers.checkpoint_folders import GOLDEN
 from helpers.coded_folders import write_coded
+from safetensors.torch import load_file
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import (
@@ -33,6 +35,33 @@ def small_strips(monkeypatch):
     yield
     assert torch.get_num_threads() == 3
     torch.set_num_threads(before)
+
+
+def assert_decodes(folder, decoded, *others):
+    with open_source(folder) as source:
+        source.check_values()
+        assert source.entries.keys() == {"m.weight", *others} and source.entries["m.weight"].shape == decoded.shape
+        assert torch.equal(source.dense("m.weight"), decoded)
+        return source.coded_weights["m.weight"].kind
+
+
+WRITTEN = load_file(GOLDEN / "other_quantizations.safetensors")
+"""By GPTQModel, AutoAWQ and bitsandbytes, with what they decode; see make_other_quantizations.py."""
+SETTINGS = {
+    "gptq": {"quant_method": "gptq", "bits": 4},
+    "gptq_v2": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "gptq_8": {"quant_method": "gptq", "checkpoint_format": "gptq"},
+    "awq": {"quant_method": "awq", "version": "gemm"},
+    **{layout: {"quant_method": "bitsandbytes"} for layout in ("nf4", "nf4_nested", "fp4", "int8")},
+}
+
+
+@pytest.mark.parametrize("layout", SETTINGS)
+def test_as_their_writers_decode(tmp_path, layout):
+    tensors = {name.removeprefix(f"{layout}."): t for name, t in WRITTEN.items() if name.startswith(f"{layout}.")}
+    decoded = tensors.pop("decoded")
+    dtype = str(decoded.dtype).removeprefix("torch.")
+    assert_decodes(write_coded(tmp_path / "a", tensors, SETTINGS[layout], dtype=dtype), decoded)
 
 
 def weight_arguments(bits=8, strategy="channel", **others):
@@ -69,41 +98,26 @@ def compressed(format, arguments):
     return state, compressor.decompress(state, scheme)["weight"]
 
 
-@pytest.mark.parametrize("name", COMPRESSED)
-def test_compressed_tensors(tmp_path, name):
+@pytest.mark.parametrize(("name", "reordered"), [*((name, False) for name in COMPRESSED), ("asymmetric groups", True)])
+def test_compressed_tensors(tmp_path, name, reordered):
+    """Also as earlier releases stored activation order: weight_g_idx has the group of each column."""
     pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+
     format, arguments = COMPRESSED[name]
     state, decoded = compressed(format, arguments)
+    if reordered:
+        order = torch.randperm(COLUMNS)  # column i of the file is column order[i] of the groups
+        codes = unpack_from_int32(state["weight_packed"], 4, torch.Size((ROWS, COLUMNS)))
+        state |= {"weight_packed": pack_to_int32(codes[:, order], 4), "weight_g_idx": (order // 32).int()}
+        decoded = decoded[:, order]
     groups = {
         "group_0": {"targets": ["re:.*other"], "weights": weight_arguments(8, "tensor")},
         "group_1": {"targets": ["Linear"], "weights": arguments},
     }
     settings = {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
     folder = write_coded(tmp_path / "a", {f"m.{key}": value for key, value in state.items()}, settings)
-    with open_source(folder) as source:
-        source.check_values()
-        assert torch.equal(source.dense("m.weight"), decoded)
-        assert source.coded_weights["m.weight"].kind == f"compressed-tensors int{arguments['num_bits']}"
-
-
-def test_groups_of_columns_in_another_order(tmp_path):
-    """As earlier releases stored activation order: weight_g_idx has the group of each column."""
-    pytest.importorskip("compressed_tensors")
-    arguments = weight_arguments(4, "group", group_size=32, symmetric=False)
-    state, decoded = compressed("pack-quantized", arguments)
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
-
-    order = torch.randperm(COLUMNS)  # column i of the file is column order[i] of the groups
-    codes = unpack_from_int32(state["weight_packed"], 4, torch.Size((ROWS, COLUMNS)))
-    state["weight_packed"] = pack_to_int32(codes[:, order], 4)
-    state["weight_g_idx"] = (order // 32).int()
-    settings = {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"a": {"targets": ["Linear"], "weights": arguments}},
-    }
-    with open_source(write_coded(tmp_path / "a", {f"m.{k}": v for k, v in state.items()}, settings)) as source:
-        source.check_values()
-        assert torch.equal(source.dense("m.weight"), decoded[:, order])
+    assert assert_decodes(folder, decoded) == f"compressed-tensors int{arguments['num_bits']}"
 
 
 def int4():
@@ -154,7 +168,4 @@ def test_torchao(tmp_path, name, configured):
     weight, decoded = TORCHAO[name]()
     tensors, metadata = flatten_tensor_state_dict({"m.weight": weight, "norm.weight": torch.ones(8)})
     settings = {"quant_method": "torchao"} if configured else None
-    with open_source(write_coded(tmp_path / "a", tensors, settings, metadata)) as source:
-        source.check_values()
-        assert source.entries.keys() == {"m.weight", "norm.weight"}
-        assert torch.equal(source.dense("m.weight"), decoded)
+    assert_decodes(write_coded(tmp_path / "a", tensors, settings, metadata), decoded, "norm.weight")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints.io.test_files import replaced
-from helpers.checkpoint_folders import at_call, dense_tensors, same_files, write_dense
+from helpers.checkpoint_folders import dense_tensors, same_files, write_dense
 from helpers.coded_folders import in_fp8, in_gptq, write_coded
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import Int8Tensor, PerRow
@@ -20,7 +19,6 @@ from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import inspection, quantizing
 from nvfp4_tensor.checkpoints.io.safetensors import ShardFile
 from nvfp4_tensor.checkpoints.sources import coded
-from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
 
 
 @pytest.fixture(params=["gptq", "torchao"])
@@ -96,14 +94,6 @@ def test_interrupted_at_any_byte(tmp_path, monkeypatch):
         assert same_files(tmp_path / "whole", tmp_path / "out")
         shutil.rmtree(tmp_path / "out")
     assert stops > 4
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_source_that_changes_while_it_is_read(pair, monkeypatch, name):
-    at_call(monkeypatch, CodedFolder, "chunks", 3, lambda: replaced(pair / "coded" / name))
-    with pytest.raises(ValueError, match=f"{name} changed while it was read"):
-        checkpoints.quantize(pair / "coded", pair / "out", progress=False)
-    assert not (pair / "out").exists()
 
 
 MEMORY = """
