@@ -33,7 +33,6 @@ from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json
 from nvfp4_tensor.checkpoints.io.sidecar import check_sidecar, write_factors
 from nvfp4_tensor.checkpoints.names import warn_of_missing_input_scales
 from nvfp4_tensor.checkpoints.parts import LinearParts
-from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_COLUMNS, TILE_ROWS, ceil_to
 from nvfp4_tensor.quantization.names import some
@@ -145,9 +144,7 @@ class ComfyUI(TableFormat):
         sidecar = check_sidecar(path)
         if quantize_activations is not None:
             checkpoint = _Activations(checkpoint) if quantize_activations else WeightOnly(checkpoint)
-        self.check_names(checkpoint)
         self.check(checkpoint)
-        check_understood(checkpoint.entries, checkpoint.path)
         (names,) = self._plan(checkpoint, 1 << 62).values()
         with temporary(path), tqdm(desc=f"writing {path.name}", unit="B", unit_scale=True, disable=not progress) as bar:
             _, factors, with_nan = self._write_shard(checkpoint, path, names, bar)

@@ -39,6 +39,7 @@ class Dense(TableFormat):
         quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized]
         if quantized:
             raise ValueError(f"the format dense has no NVFP4, but {some(quantized)} are NVFP4: choose another format")
+        super().check(checkpoint)
 
 
 FORMAT = Dense()

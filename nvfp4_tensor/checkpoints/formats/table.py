@@ -318,28 +318,25 @@ class TableFormat(Format):
             tensors[keys[part]] = number.reshape(shape)
         return tensors
 
-    def check_names(self, checkpoint: Checkpoint) -> None:
-        """Raise a ValueError for dense tensors whose names a reader would take for tensors of quantized weights."""
-        entries = checkpoint.entries
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise a ValueError with the names of tensors that this format cannot store, or would take for others."""
+        layout, entries = self.layout, checkpoint.entries
+        quantized = {name: entry for name, entry in entries.items() if entry.quantized}
         dense = [name for name, entry in entries.items() if not entry.is_coded]
         if reserved := [name for name in dense if self.reserved and name.endswith(self.reserved)]:
             raise ValueError(
                 f"{self.name} reserves such names for quantized weights, but {some(reserved)} are dense: rename them"
             )
-        own = [key for name, e in entries.items() if e.quantized for key in self.layout.keys_of(name).values()]
-        own += [key for name, e in entries.items() if e.fp8 for key in fp8.keys_of(name).values()]
-        if taken := [key for key in own if key in dense]:
+        own = [key for name in quantized for key in layout.keys_of(name).values()]
+        own += [key for name, entry in entries.items() if entry.fp8 for key in fp8.keys_of(name).values()]
+        if taken := [key for key in own if key in entries and not entries[key].is_coded]:
             raise ValueError(
                 f"{self.name} uses such names for scales of quantized weights, and {some(taken)} are dense: rename them"
             )
-
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Raise a ValueError with the names of tensors that this format cannot store."""
-        layout = self.layout
-        quantized = {name: entry for name, entry in checkpoint.entries.items() if entry.quantized}
         if not self.has_pre_scales:
-            check_no_pre_scales(checkpoint.entries, self.name)
-        fp8.check(checkpoint.entries, self.name, self.fp8_name)
+            check_no_pre_scales(entries, self.name)
+        check_understood(entries, checkpoint.path, self.has_pre_scales)
+        fp8.check(entries, self.name, self.fp8_name)
         many = [name for name, entry in quantized.items() if entry.scales and len(entry.shape) == 2]
         if many and "per_tensor_scale" in layout.keys:
             raise ValueError(
@@ -400,9 +397,7 @@ class TableFormat(Format):
             hints = [f"; {renamed[name]}" for name in options if name in renamed]
             raise ValueError(f"{self.name} has no option {', '.join(options)}{''.join(hints)}")
         path = Path(path)
-        self.check_names(checkpoint)
         self.check(checkpoint)
-        check_understood(checkpoint.entries, checkpoint.path, self.has_pre_scales)
         check_is_new(path, checkpoint)
         plan = self._plan(checkpoint, shard_bytes)
         with ResumableFolder(path, fingerprint(self.name, checkpoint, shard_bytes)) as state:

@@ -82,9 +82,10 @@ class Files:
 @contextlib.contextmanager
 def naming(file: Path, tensor: str = "", others: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Add the names of the file and the tensor to a ValueError; ``others``, such as a library raises, become one."""
+    errors: tuple[type[Exception], ...] = (ValueError, *others)
     try:
         yield
-    except (ValueError, *others) as error:
+    except errors as error:
         if str(error).startswith(str(file)):
             raise
         said = error if isinstance(error, ValueError) else repr(error)

@@ -20,7 +20,6 @@ from nvfp4_tensor.checkpoints.models.hf_names import names_in_files
 from nvfp4_tensor.checkpoints.models.saving import MismatchedScales, ModelCheckpoint
 from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups
 from nvfp4_tensor.checkpoints.parts import LinearParts, nan_blocks
-from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
 from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
@@ -120,8 +119,6 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
     """Return the tensors to write, and set the quantization_config of the model accordingly."""
     checkpoint = checkpoint_of(model, weight_only)
     modelopt.FORMAT.check(checkpoint)
-    modelopt.FORMAT.check_names(checkpoint)
-    check_understood(checkpoint.entries, None, modelopt.FORMAT.has_pre_scales)
     tensors = {name: tensor for name, tensor in _dense_tensors(model).items() if not name.endswith(f".{PRE_SCALE}")}
     tensors |= {name: checkpoint.dense(name).clone() for name in checkpoint.entries if name.endswith(f".{PRE_SCALE}")}
     with_nan = []

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize, quantize_experts
 from nvfp4_tensor.checkpoints import tensor_of
 from nvfp4_tensor.checkpoints.checkpoint import format_named
+from nvfp4_tensor.dispatch.fp8 import FP8Tensor
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -206,6 +207,8 @@ REFUSALS = [
     ("mlx", "a.weight", lambda: weight(amax=2688.0), {"shard": 3}, "mlx has no option shard"),
     ("comfy", "a.weight", weight, {"shards": 2}, "no option shards, only quantize_activations"),
     ("mxfp4", "a.weight", weight, {}, "MXFP4 cannot be written"),
+    ("dense", "a.weight", lambda: FP8Tensor(torch.ones(16, 32).to(torch.float8_e4m3fn), torch.ones(1, 1)), {},
+     r"dense has no weights in FP8, and a\.weight are FP8: choose modelopt"),
     ("dense", "a.weight", weight, {}, "the format dense has no NVFP4, but a.weight are NVFP4"),
 ]  # fmt: skip
 
