@@ -36,6 +36,8 @@ MEASURED_BATCHES = 4
 """Batches, the first ones, on which the loss before and after training is measured."""
 _SAVE_SECONDS = 120
 """How often an unfinished run is written to its folder."""
+_RECORDS, _HAS_HOOKS = "transformers.utils.output_capturing", "_output_capturing_hooks_installed"
+"""The module of the hooks that record hidden states, and the attribute of a model that has them."""
 
 
 class Progress(NamedTuple):
@@ -236,12 +238,17 @@ def _trainable(model: nn.Module, config: DistillConfig) -> dict[str, nn.Paramete
 
 @contextlib.contextmanager
 def _settings(models: Sequence[nn.Module], config: DistillConfig) -> Iterator[None]:
-    """Set transformers' configs to no cache, and to hidden states if the loss has them; restore them afterwards."""
+    """Set transformers' configs to no cache, and to hidden states if the loss has them; restore them afterwards.
+
+    transformers records hidden states by hooks, which it leaves on the modules: they are removed.
+    """
     settings = {"use_cache": False, **({"output_hidden_states": True} if config.hidden else {})}
     found = {id(own): own for each in models if (own := getattr(each, "config", None)) is not None}
     if config.hidden and not found:
         raise TypeError("hidden compares the hidden states of transformers models: leave it out of the config")
     before = [(own, name, getattr(own, name)) for own in found.values() for name in settings if hasattr(own, name)]
+    hooks = {each: set(each._forward_hooks) for model in models for each in model.modules()}
+    without = [each for each in hooks if not getattr(each, _HAS_HOOKS, False)]
     try:
         for own, name, _ in before:
             setattr(own, name, settings[name])
@@ -249,6 +256,12 @@ def _settings(models: Sequence[nn.Module], config: DistillConfig) -> Iterator[No
     finally:
         for own, name, value in before:
             setattr(own, name, value)
+        for each, kept in hooks.items():
+            for key, hook in list(each._forward_hooks.items()):
+                if key not in kept and hook.__module__ == _RECORDS:
+                    del each._forward_hooks[key]
+        for each in without:
+            each.__dict__.pop(_HAS_HOOKS, None)
 
 
 class _Run:

@@ -1,5 +1,6 @@
 """distill: the loss falls, the model ends as trained, and a run that stops goes on to the same bits."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -126,6 +127,24 @@ def test_a_loss_that_is_not_finite_restores_the_model():
     with pytest.raises(RuntimeError, match=r"loss of step 0 is nan: look for NaN .* or lower learning_rate \(0.002\)"):
         trained(quantized := copy.deepcopy(model), teacher=broken)
     assert same_bits(quantized, model)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_hooks_that_record_hidden_states_do_not_stay(fails):
+    """A user's hook does; and hidden states can be recorded afterwards."""
+    model, teacher = dense_model(), dense_model()
+    model.lm_head.register_forward_hook(lambda *_: None)
+
+    def step(progress):
+        if fails:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
+        distill(model, batches(), DistillConfig(hidden=0.1), teacher=teacher, steps=1, on_step=step, progress=False)
+    assert [name for name, each in model.named_modules() if each._forward_hooks] == ["lm_head"]
+    assert not any(each._forward_hooks for each in teacher.modules())
+    for each in (model, teacher):
+        assert len(each(batches()[0], output_hidden_states=True).hidden_states) == 3
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
