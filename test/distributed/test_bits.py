@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from helpers.bits import relative_error
 from helpers.product_operands import ProductOperands
+from helpers.recipes import MORE
 from helpers.run_ranks import here, mesh_of_all, of_all_ranks, on_ranks, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,14 +21,7 @@ from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig
 
 pytestmark = pytest.mark.slow
 
-_NVIDIA = RECIPES["nvidia"]
-ALL = {
-    **RECIPES,
-    "row scaled": _NVIDIA.replace(x=_NVIDIA.x.replace(row_scaled=True), dy=_NVIDIA.dy.replace(row_scaled=True)),
-    "dense forward": _NVIDIA.dense_forward(),
-    "w again": _NVIDIA.replace(keep_w=False),
-    "stochastic forward": _NVIDIA.replace(x=_NVIDIA.dy, w=_NVIDIA.w.replace(round_mode="stochastic"), x_t=_NVIDIA.dy_t),
-}
+ALL = RECIPES | {name: MORE[name] for name in ("row scales", "dense forward", "w again", "stochastic forward")}
 
 
 class Pair(nn.Module):

@@ -18,11 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import QuantizeSpec, quantize, training
+from nvfp4_tensor import quantize, training
 from nvfp4_tensor.sharding.layout import LinearSharding, ShardedDim, TokenSharding
 from nvfp4_tensor.training import RECIPES, NVFP4TrainingConfig
-from nvfp4_tensor.training.linear.cache import WeightCodes
-from nvfp4_tensor.training.linear.operands import quantize_operand
 
 DTYPES = [torch.float32, torch.bfloat16]
 CODED = ["nvidia", "nvidia_4over6", "unbiased", "accurate", "accurate_eden"]
@@ -106,8 +104,13 @@ def test_random_calls(seed):
     torch.manual_seed(seed)
     linear = nn.Linear(columns, choice.choice([1, 16, 32]), bias=choice.random() < 0.5, dtype=dtype)
     quantize_(linear, NVFP4TrainingConfig(choice.choice(CODED)))
+    reuse = contextlib.ExitStack()
     modes = ["", "", "", "leaf", "no_grad", "no gradient of x", "checkpoint", "reentrant", "twice", "functional"]
     for call in range(12):
+        if choice.random() < 0.2:
+            reuse.enter_context(training.reuse_weight_codes(linear))
+        if choice.random() < 0.1:
+            reuse.close()
         if choice.random() < 0.1:
             with torch.no_grad():
                 linear.weight.add_(0.01)
@@ -271,7 +274,7 @@ def test_a_call_has_one_recipe(called):
     assert equal(outcome(linear, x)[:4], [y, dx, db, dw])
 
 
-# --- what is kept does not outlive its use ---------------------------------------------------------------------------
+# --- traces ---------------------------------------------------------------------------
 
 
 def test_a_trace_contains_no_cached_codes():
@@ -282,36 +285,6 @@ def test_a_trace_contains_no_cached_codes():
         linear.weight.mul_(2)
         linear.bias.mul_(2)
     assert torch.equal(graph(x), linear(x))
-
-
-def test_threads_never_see_a_new_key_with_old_codes():
-    weight, spec = torch.randn(16, 16), QuantizeSpec()
-    old = quantize_operand(weight, spec)
-    seen = []
-
-    class Watched(WeightCodes):
-        """What another thread reads after each of its writes."""
-
-        def __setattr__(self, name, value):
-            super().__setattr__(name, value)
-            seen.append(self.get(weight, spec))
-
-    cache = WeightCodes()
-    cache.put(weight, spec, old)
-    weight.mul_(2)
-    new = quantize_operand(weight, spec)
-    cache.__class__ = Watched
-    cache.put(weight, spec, new)
-    assert seen and seen[-1] is new and not any(operand is old for operand in seen)
-
-
-def test_a_linear_with_a_dense_weight_does_not_share_operands():
-    first, second = linear_of(), linear_of()
-    training.set_recipe(second, RECIPES["nvidia"].replace(name="x", w=None, w_for_dx=training.WeightForDx.DENSE))
-    x = torch.randn(8, 48, requires_grad=True) * 1
-    expected = second(x.clone())
-    first(x)
-    assert torch.equal(second(x), expected)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------

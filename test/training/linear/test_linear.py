@@ -9,6 +9,7 @@ from helpers.count_ops import Ops
 from helpers.fp4 import decoded
 from helpers.product_operands import ProductOperands
 from helpers.products import ROUNDING, SMALLEST
+from helpers.recipes import MORE
 from helpers.reference_operands import expected_products, multiplied, wide
 from helpers.refusals import refuses
 from hypothesis import given, settings
@@ -17,30 +18,11 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import QuantizeSpec, training
 from nvfp4_tensor.matmul import scaled_mm
 from nvfp4_tensor.numerics import eden
-from nvfp4_tensor.training import RECIPES, Recipe, WeightForDx
+from nvfp4_tensor.training import RECIPES, WeightForDx
 
 pytestmark = pytest.mark.slow
 
-STOCHASTIC = QuantizeSpec(round_mode="stochastic")
-EDEN = QuantizeSpec(round_mode="eden")
-ROWS = QuantizeSpec(row_scaled=True)
-_NVIDIA = RECIPES["nvidia"]
-MORE = (
-    _NVIDIA.dense_forward(),
-    _NVIDIA.dense_backward(),
-    _NVIDIA.replace(name="w again", keep_w=False),
-    _NVIDIA.replace(name="stochastic w again", keep_w=False, w=_NVIDIA.w.replace(round_mode="stochastic")),
-    RECIPES["accurate_eden"].dense_forward(),
-    Recipe(name="all stochastic", x=STOCHASTIC, w=STOCHASTIC, dy=STOCHASTIC, w_for_dx=STOCHASTIC, dy_t=STOCHASTIC,
-           x_t=STOCHASTIC.replace(scale_rounding="up")),
-    Recipe(name="all EDEN", dy=EDEN, w_for_dx=EDEN, dy_t=EDEN, x_t=EDEN),
-    Recipe(name="dy alone", dy=STOCHASTIC),
-    Recipe(name="dy^T alone", x=QuantizeSpec(), dy_t=STOCHASTIC),
-    Recipe(name="x^T alone", x_t=QuantizeSpec()),
-    Recipe(name="EDEN with a dense weight", dy=EDEN),
-    _NVIDIA.replace(name="row scales", x=ROWS, dy=ROWS, dy_t=QuantizeSpec(), x_t=ROWS),
-)  # fmt: skip
-ALL = [*RECIPES.values(), *MORE]
+ALL = RECIPES | MORE
 
 
 def case(m=40, n=48, k=64, dtype=torch.bfloat16, bias=True, device="cpu"):
@@ -143,17 +125,17 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("which", range(3))
-@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name.replace(" ", "_"))
-def test_a_step_has_the_references_operands_and_products(recipe, which, device):
-    i = ALL.index(recipe) + which  # each recipe with each dtype and with each shape, not with each pair
-    check_step(*case(*SHAPES[which], DTYPES[i % 3], bias=i % 2 == 0, device=device), recipe)
+@pytest.mark.parametrize("name", ALL)
+def test_a_step_has_the_references_operands_and_products(name, which, device):
+    i = list(ALL).index(name) + which  # each recipe with each dtype and with each shape, not with each pair
+    check_step(*case(*SHAPES[which], DTYPES[i % 3], bias=i % 2 == 0, device=device), ALL[name])
 
 
 SIZE = st.integers(1, 70)
 
 
 @settings(max_examples=30, deadline=None)
-@given(m=SIZE, n=SIZE, k=SIZE, recipe=st.sampled_from(ALL), bias=st.booleans())
+@given(m=SIZE, n=SIZE, k=SIZE, recipe=st.sampled_from([*ALL.values()]), bias=st.booleans())
 def test_sizes_of_any_kind(m, n, k, recipe, bias):
     check_step(*case(m, n, k, torch.float32, bias), recipe)
 
@@ -245,7 +227,7 @@ def test_tensors_saved_for_the_backward_are_codes(name, kind):
 
 def test_a_weight_changed_before_its_backward_raises():
     x, w, _, dy = case()
-    y = training.linear(x, w, None, training.RECIPES["nvidia"].replace(keep_w=False))
+    y = training.linear(x, w, None, RECIPES["nvidia"].replace(keep_w=False))
     with torch.no_grad():
         w.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -311,5 +293,5 @@ test_invalid_arguments_raise = refuses(
     (lambda: training.linear(X, WEIGHT, recipe="nvda"), "unknown recipe 'nvda': use a Recipe or one of 'nvidia'"),
     (lambda: training.linear(X, WEIGHT, recipe=3), TypeError, "recipe is a Recipe or the name of one"),
     (lambda: of_float64("nvidia"), TypeError, r"not a weight of torch\.float64"),
-    (lambda: of_float64(Recipe(dy=STOCHASTIC)), TypeError, r"not a weight of torch\.float64"),
+    (lambda: of_float64(MORE["dy alone"]), TypeError, r"not a weight of torch\.float64"),
 )
