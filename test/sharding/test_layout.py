@@ -1,6 +1,8 @@
 """Sharding layouts: the global ranges of local rows, tiles with their offsets, and the errors for incomplete blocks."""
 
 import itertools
+import math
+import random
 
 import pytest
 import torch
@@ -36,27 +38,6 @@ def shard(rows, world, block_rows=1):
 # --- ranges of tokens ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "leading, shardings, ranges",
-    [
-        ((4, 8), [TokenSharding(on(1, 2), dim=1)], ((8, 8), (24, 8), (40, 8), (56, 8))),
-        ((1, 8), [TokenSharding(on(1, 4), dim=1)], ((8, 8),)),
-        ((2, 8), [TokenSharding(on(0, 2), dim=1, chunks=(0, 3))], ((0, 4), (12, 8), (28, 4))),
-        ((2, 8), [TokenSharding(on(1, 2), dim=1, chunks=(1, 2))], ((4, 8), (20, 8))),
-        ((3, 2), [TokenSharding(on(2, 3), dim=0, chunks=(2, 0, 5))], ((4, 2), (0, 2), (10, 2))),
-        ((2, 4), [TokenSharding(on(1, 2), dim=0), TokenSharding(on(0, 2), dim=1)], ((16, 4), (24, 4))),
-        ((2, 4), [TokenSharding(on(1, 2), dim=1), TokenSharding(on(1, 2), dim=1)], ((12, 4), (28, 4))),
-    ],
-    ids=["sequence", "one sequence", "head and tail", "middle", "batch", "both", "nested"],
-)
-def test_ranges_of_tokens(leading, shardings, ranges):
-    dim = flatten_token_shardings(leading, shardings)
-    assert dim.ranges == ranges and dim.rank == 0
-    assert dim.ranks == torch.Size([sharding.axis.ranks for sharding in shardings]).numel()
-    assert dim.groups == ("group",) * len(shardings)
-    assert dim.local_sizes(leading[0] * leading[1]) == [length for _, length in ranges]
-
-
 @pytest.mark.smoke
 def test_a_batch_in_the_order_of_ranks_needs_no_ranges():
     axis = on(1, 4)
@@ -65,22 +46,29 @@ def test_a_batch_in_the_order_of_ranks_needs_no_ranges():
     assert flatten_token_shardings((2, 8), [TokenSharding(UNSHARDED_DIM, dim=1)]) == UNSHARDED_DIM
 
 
-@pytest.mark.parametrize("ranks, count", [(1, 1), (2, 1), (2, 2), (3, 2)])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_the_chunks_of_all_ranks_are_all_tokens(ranks, count, dim):
-    """Each rank's rows of a numbered tensor are those that its ranges list, in local order."""
-    order = torch.randperm(ranks * count, generator=torch.Generator().manual_seed(ranks)).tolist()
-    full = torch.arange(12 * 24).view(12, 24)
-    found = []
-    for rank in range(ranks):
-        chunks = tuple(order[rank * count : (rank + 1) * count])
-        local = torch.cat([full.chunk(ranks * count, dim)[chunk] for chunk in chunks], dim)
-        rows = flatten_token_shardings(local.shape, [TokenSharding(on(rank, ranks), dim, chunks)])
-        ranges = rows.ranges or ((0, local.numel()),)
-        indices = list(itertools.chain.from_iterable(range(first, first + length) for first, length in ranges))
+@pytest.mark.parametrize("seed", range(40))
+def test_ranges_are_those_of_a_numbered_batch(seed):
+    """Batches and sequences over ranks, in chunks of any order, and shards of shards: rows of each rank."""
+    draw, found = random.Random(seed), []
+    axes = [(draw.randint(0, 1), draw.randint(1, 3), draw.randint(1, 2)) for _ in range(draw.randint(1, 3))]
+    sizes = [2 * math.prod(ranks * count for dim, ranks, count in axes if dim == own) for own in (0, 1)]
+    orders = [draw.sample(range(ranks * count), ranks * count) for _, ranks, count in axes]
+    full = torch.arange(math.prod(sizes)).view(sizes)
+    for ranks_of_axes in itertools.product(*(range(ranks) for _, ranks, _ in axes)):
+        local, shardings = full, []
+        for (dim, ranks, count), order, rank in zip(axes, orders, ranks_of_axes, strict=True):
+            chunks = tuple(order[rank * count : (rank + 1) * count])
+            local = torch.cat([local.chunk(ranks * count, dim)[chunk] for chunk in chunks], dim)
+            shardings.append(TokenSharding(on(rank, ranks), dim, () if chunks == (rank,) else chunks))
+        rows = flatten_token_shardings(local.shape, shardings)
+        assert rows.ranks == math.prod(ranks for _, ranks, _ in axes)
+        assert rows is UNSHARDED_DIM or rows.groups == ("group",) * len(axes)
+        ranges = rows.ranges or ((rows.rank * local.numel(), local.numel()),)
+        assert rows.local_sizes(local.numel()) in ([length for _, length in ranges], [])
+        indices = [i for first, length in ranges for i in range(first, first + length)]
         assert indices == local.flatten().tolist()
         found += indices
-    assert sorted(found) == list(range(12 * 24))
+    assert sorted(found) == list(range(full.numel()))
 
 
 def flattened(*leading):
@@ -177,9 +165,3 @@ def test_ranges_need_complete_blocks(rows, columns, spec, message):
         return sharding.check(x, spec, "operand")
     with pytest.raises(ValueError, match=message):
         sharding.check(x, spec, "operand")
-
-
-def test_ranges_of_unequal_lengths_are_cut():
-    parent = ((0, 7), (20, 3), (40, 10))
-    assert TokenSharding(ShardedDim(2, 1), chunks=(3,)).within(5, parent) == ((45, 5),)
-    assert TokenSharding(ShardedDim(2, 1), chunks=(1,)).within(6, parent) == ((6, 1), (20, 3), (40, 2))

@@ -102,6 +102,10 @@ def test_the_gradient_through_both_calls_keeps_its_mean():
 
 
 def test_keys_of_different_kinds_differ():
+    model = nn.Sequential(seeded(), seeded())
+    distributed.seed_rounding(model, seed=5)
+    assert not torch.equal(model[0][0].rounding_state, model[1][0].rounding_state)  # of another name
+    assert not any("rounding_state" in name for name in model.state_dict())
     kinds = ("layer", "adamw", "write back", "refit", "merge", "gradients")
     assert len({rng_state_row(kind, 0, "0", 1) for kind in kinds}) == len(kinds)
     state = rng_state_of("layer", 0, "0", 1, torch.device("cpu"))
