@@ -21,7 +21,7 @@ from torchao.quantization import quantize_
 
 from benchmarks.accuracy.texts import WINDOW
 from nvfp4_cli.demo.model import gguf_path
-from nvfp4_cli.demo.table import is_quantized_layer
+from nvfp4_cli.demo.run import is_quantized_layer
 from nvfp4_tensor import NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
 from nvfp4_tensor.checkpoints.models.opening import open_tokenizer
 

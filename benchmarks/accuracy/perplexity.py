@@ -31,7 +31,7 @@ from benchmarks.accuracy import llama_rows
 from benchmarks.accuracy.subjects import Evaluation, open_subject, peak_gb, text_cells, text_heads
 from benchmarks.accuracy.texts import WINDOW, calibration_batches
 from benchmarks.harness import record, result_path, save, table, with_earlier
-from nvfp4_cli.demo.table import is_quantized_layer
+from nvfp4_cli.demo.run import is_quantized_layer
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calibrate
 from nvfp4_tensor.generation import nvfp4_cache
 from nvfp4_tensor.generation.cache_argument import cache_argument

@@ -1,4 +1,4 @@
-"""``nvfp4 demo``: a real model in NVFP4, as a table and a picture."""
+"""``nvfp4 demo``: a real model in NVFP4, as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nvfp4_cli import options
 from nvfp4_cli.options import NEW
 from nvfp4_cli.results import prints_to_stderr, show
 
-_PACKAGES = ("matplotlib", "tqdm", "transformers", "gguf", "accelerate")
+_PACKAGES = ("tqdm", "transformers", "gguf", "accelerate")
 
 
 @click.command(short_help="Try NVFP4 on a real model.")
@@ -19,8 +19,7 @@ _PACKAGES = ("matplotlib", "tqdm", "transformers", "gguf", "accelerate")
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @options.as_json
 def demo(output: Path, device: str, json_: bool) -> None:
-    """Quantize a real model in several ways: a table of them, a checkpoint saved and loaded, a picture of stochastic
-    rounding."""
+    """Quantize a real model in several ways: a table of them, and a checkpoint saved and loaded again."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"the demo needs {', '.join(missing)}: pip install 'nvfp4-tensor[demo]', or run `make demo`")

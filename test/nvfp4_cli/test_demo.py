@@ -1,97 +1,58 @@
-"""The demo: its recipes and their rows, its picture, its checkpoint."""
+"""The demo: its recipes and their rows, its checkpoint."""
 
-import functools
 import importlib.util
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nvfp4_cli.demo import model, picture, run, table
-from nvfp4_tensor import NVFP4Tensor, RoundingMode
+from nvfp4_cli.demo import model, run
+from nvfp4_tensor import NVFP4Tensor
 from nvfp4_tensor.checkpoints.models.opening import open_model
 from nvfp4_tensor.testing.model_quality import perplexity
 
 
-@pytest.fixture(scope="module")
-def net(dense):
-    return open_model(dense)
-
-
-@pytest.mark.parametrize("name", table.RECIPES)
-def test_each_recipe_gives_a_row(name, net):
-    tokens, prompt = torch.arange(64), torch.arange(8)[None]
-    row = table.run_recipe(
-        name, net, tokens, prompt, lambda ids: ids.tolist(), window=32, new_tokens=3, calibration=[tokens[None]]
-    )
-    assert type(net.model.layers[0].mlp.up_proj.weight.data) is torch.Tensor  # the caller's model is untouched
-    linears = sum(
-        module.weight.numel() for name, module in net.named_modules() if table.is_quantized_layer(module, name)
-    )
-    others = sum(parameter.numel() for parameter in net.parameters()) - linears
-    own, whole = row.linear_bits_per_weight, row.model_bits_per_weight
-    buffers = 8 * sum(buffer.nbytes for buffer in net.buffers())
-    assert whole == pytest.approx((own * linears + 16 * others + buffers) / (linears + others))
-    if name == "bf16":
-        expected = net.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-        assert row.continuation == expected[0, 8:].tolist()
-        assert row.perplexity == perplexity(net, tokens, 32) and (own, row.quantization_seconds) == (16, 0)
-    else:
-        assert 4.5 < own < 5 and row.quantization_seconds > 0  # scales are padded to tiles
-    weight_only = name in ("nearest", "stochastic", "four-over-six", "GPTQ, scale search")
-    assert row.tokens_per_second > 0 and (row.native_tokens_per_second is not None) == weight_only
-
-
-def test_rows_are_lines_of_one_aligned_table():
-    row = functools.partial(table.Row, continuation="Paris", tokens_per_second=20.0, native_tokens_per_second=None)
-    rows = [
-        row(name, 13.1, 269_000_000, 16.0, 4.5, quantization_seconds=1.5 * i) for i, name in enumerate(table.RECIPES)
-    ]
-    lines = [*table.head().splitlines(), *map(str, rows)]
-    assert len({len(line) for line in lines}) == 1 and {line.count("|") for line in lines} == {len(table.HEAD) + 1}
-    assert all(set(cell) <= set("-:") for cell in lines[1][2:-2].split(" | "))
-    cells = [cell.strip() for cell in lines[3].split("|")[1:-1]]
-    assert cells == ["nearest", "13.100", "269.0 MB", "4.50", "20.0", "-", "1.5 s"]
-    assert table.continuations(rows).splitlines()[0].split("  ")[-1] == "'Paris'"
-
-
-def test_each_row_is_printed_before_the_next_is_measured(net, monkeypatch, capsys):
-    monkeypatch.setattr(run, "evaluation_tokens", lambda tokenizer, count: torch.arange(64))
-    monkeypatch.setattr(run, "prompt_tokens", lambda tokenizer: torch.tensor([[0]]))
-    monkeypatch.setattr(run, "calibration_windows", lambda tokenizer, *sizes: [torch.arange(64)[None]])
+def test_each_recipe_is_measured_and_its_row_printed_before_the_next(dense, monkeypatch, capsys):
+    net, tokens, prompt = open_model(dense), torch.arange(64), torch.arange(8)[None]
+    monkeypatch.setattr(run, "WINDOW", 32)
+    monkeypatch.setattr(run, "NEW_TOKENS", 3)
+    monkeypatch.setattr(run, "evaluation_tokens", lambda tokenizer, count: tokens)
+    monkeypatch.setattr(run, "prompt_tokens", lambda tokenizer: prompt)
+    monkeypatch.setattr(run, "calibration_windows", lambda tokenizer, *sizes: [tokens[None]])
     printed = []
 
     def decode(ids):
         printed.append(capsys.readouterr().out)
-        return ""
+        return ids.tolist()
 
     rows = run.measure_all(net, SimpleNamespace(decode=decode))
-    assert [row.recipe for row in rows] == list(table.RECIPES)
+    assert [row.recipe for row in rows] == list(run.RECIPES)
     assert printed == ["", *(f"{row}\n" for row in rows[:-1])]
     assert capsys.readouterr() == (f"{rows[-1]}\n", "")  # no bar where there is no terminal
-
-
-def test_the_picture_shows_an_error_that_falls_as_one_over_sqrt_n(tmp_path):
-    x, ticks = picture.sweep(64), []
-    assert NVFP4Tensor.to_nvfp4(x, amax=6 * 448.0).unswizzled_scale().float().unique() == 1
-    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    assert torch.isin(picture.rounded(x, RoundingMode.STOCHASTIC).abs(), grid).all()
-    mean_of = picture.means(x, 64, lambda: ticks.append(1))
-    assert list(mean_of) == [1, 2, 4, 8, 16, 32, 64] and len(ticks) == 64
-    assert picture.rmse(x, mean_of[1]) / picture.rmse(x, mean_of[64]) == pytest.approx(8, rel=0.1)
-    pytest.importorskip("matplotlib")
-    picture.draw_picture(tmp_path / "p.png", x, mean_of)
-    assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
+    lines = [*run.HEAD.splitlines(), *map(str, rows)]
+    assert len({len(line) for line in lines}) == 1 and {line.count("|") for line in lines} == {8}
+    assert type(net.model.layers[0].mlp.up_proj.weight.data) is torch.Tensor  # the caller's model is untouched
+    plain, *others = rows
+    expected = net.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert plain.continuation == expected[0, 8:].tolist()
+    assert plain.perplexity == perplexity(net, tokens, 32)
+    assert (plain.linear_bits_per_weight, plain.quantization_seconds) == (16, 0)
+    for row in others:
+        assert 4.5 < row.linear_bits_per_weight < 5 and row.quantization_seconds > 0  # scales are padded to tiles
+        assert row.model_bytes < 0.7 * plain.model_bytes and row.perplexity != plain.perplexity
+        weight_only = row.recipe in ("nearest", "stochastic", "four-over-six", "GPTQ, scale search")
+        assert row.tokens_per_second > 0 and (row.native_tokens_per_second is not None) == weight_only
+    row = run.Row("nearest", 13.1, 269_000_000, 4.5, 20.0, None, 1.5, "Paris")
+    cells = [cell.strip() for cell in str(row).split("|")[1:-1]]
+    assert cells == ["nearest", "13.100", "269.0 MB", "4.50", "20.0", "-", "1.5 s"]
 
 
 @pytest.mark.slow
 def test_a_model_is_the_same_after_its_round(dense):
     net = open_model(dense)
-    found = run.round_trip(net, torch.arange(64) % 320)
+    said = run.round_trip(net, torch.arange(64) % 320)
     assert isinstance(net.model.layers[0].mlp.up_proj.weight, NVFP4Tensor)
-    assert found.before == found.after > 1
-    assert found.nbytes < 0.7 * sum(file.stat().st_size for file in dense.glob("*.safetensors"))
-    assert str(found).endswith("the same") and "NOT" not in str(found)
+    assert said.endswith(", the same") and f" {perplexity(net, torch.arange(64) % 320, run.WINDOW):.4f} and" in said
 
 
 def test_the_model_is_found_or_the_way_to_install_it_is_named(monkeypatch, tmp_path):
