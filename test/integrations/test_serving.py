@@ -1,49 +1,95 @@
-"""The parameters that a server loads become weights, and products equal those of the dense mirror."""
+"""A server's method: what its loaders have filled becomes weights, and products equal those of dense mirrors."""
 
 import pytest
 import torch
+from helpers.served_weights import decoded, error_by_column, tensors_of, weights_of
 from torch import nn
 
-from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, fake_quantize, quantize, quantize_experts
-from nvfp4_tensor.checkpoints import parts_of
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, fake_quantize, quantize
 from nvfp4_tensor.integrations import serving
-from nvfp4_tensor.integrations.loading import COMPRESSED, EXPERTS, MODELOPT, Served
+from nvfp4_tensor.integrations.loading import COMPRESSED, EXPERTS, MODELOPT, Loader, Served, has_all_experts, loads_of
 from nvfp4_tensor.integrations.serving import Activations, Combine, Weight
 
-NAN = float("nan")
+NAN, ROWS = float("nan"), (48, 20, 33)
+SHARDS = {"q": 0, "k": 1, "v": 2, "w1": 0, "w3": 1, "w2": 0}
+"""Where each shard of a parameter stands among those that are fused."""
 
 
 def normal(*shape, dtype=torch.bfloat16, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def adopted(parts, names=MODELOPT, inputs=None, dtype=torch.bfloat16, rows=None, **changes):
-    """Return what products read of a layer whose parameters have these parts; of experts, by their prefixes."""
-    method, layer = Served(), nn.Module()
+def method_of(names=MODELOPT, inputs=None):
+    method = Served()
     method.names, method.quantizes_activations = names, inputs is not None
-    layer.params_dtype, layer.logical_widths = dtype, rows
-    for prefix, each in parts.items():
-        dim = each[0].qdata.dim() - 2
-        factors = torch.stack([part.per_tensor_scale.squeeze(-1) for part in each], dim)
+    return method
+
+
+def empty_layer(method, sizes, experts=None, dtype=torch.bfloat16):
+    """Return a layer with what a server registers, filled with arbitrary values.
+
+    sizes: by prefix the rows of the weights that are fused, and their columns; with ``experts``, of each expert.
+    """
+    layer, lead = nn.Module(), () if experts is None else (experts,)
+    layer.params_dtype, names = dtype, method.names
+    for prefix, (rows, columns) in sizes.items():
+        layer.logical_widths = rows
+
+        def write(parameter, value, shard_id=None, expert_id=None, rows=rows):
+            data = parameter.data if expert_id is None else parameter.data[expert_id]
+            i = SHARDS.get(shard_id, 0)  # None: all in one tensor
+            if data.dim() == 1:
+                data[i] = value
+            else:
+                data[sum(rows[:i]) : sum(rows[:i]) + len(value)] = value
+
         found = {
-            "qdata": torch.cat([part.qdata for part in each], dim),
-            "scale": torch.cat([part.scale.view(torch.uint8) for part in each], dim).view(torch.float8_e4m3fn),
-            "factor": factors.reciprocal() if names.divides else factors,
-            "input_scale": torch.as_tensor(NAN if inputs is None else inputs).expand(factors.shape),
+            names.qdata: torch.zeros(*lead, sum(rows), columns // 2, dtype=torch.uint8),
+            names.scale: torch.zeros(*lead, sum(rows), columns // 16).to(torch.float8_e4m3fn),
+            names.factor: torch.ones(*lead, len(rows)),
+            names.input_scale: torch.ones(*lead, len(rows)),
         }
-        found["input_scale"] = found["input_scale"].reciprocal() if names.divides else found["input_scale"]
-        for field, data in (found | changes).items():
-            layer.register_parameter(prefix + getattr(names, field), nn.Parameter(data, requires_grad=False))
-    if "" in parts:
-        method.adopt(layer, "layers.0.qkv_proj")
-        return method.weight(layer)
-    method.adopt_experts(layer, "experts", len(parts["w13_"]) > 1)
-    return [method.weight(layer, prefix) for prefix in EXPERTS]
+        for name, data in found.items():
+            parameter = nn.Parameter(data, requires_grad=False)
+            layer.register_parameter(f"{prefix}{name}", parameter)
+            parameter.weight_loader = Loader(layer, write, experts is not None)
+    method.expect(layer, sizes)
+    return layer
 
 
-def served(weights, rows=None, **options):
-    """Return what a server loads of weights that it fuses."""
-    return adopted({"": [parts_of(w) for w in weights]}, rows=rows or [len(w) for w in weights], **options)
+def load(layer, prefix, tensors, shard=None, expert=None, without=()):
+    positional = [shard] if shard and expert is None else []
+    named = {} if expert is None else {"shard_id": shard, "expert_id": expert}
+    for name, tensor in tensors.items():
+        if (expert, shard, name) not in without:
+            parameter = getattr(layer, f"{prefix}{name}")
+            parameter.weight_loader(parameter, tensor, *positional, **named)
+
+
+def input_scales(inputs, count):
+    """Return the input scale of each part: ``inputs``, one or several, or None where it is NaN."""
+    values = [None if inputs is None else inputs] * count if not isinstance(inputs, list) else inputs
+    return [None if each is None or each != each else each for each in values]
+
+
+def filled(weights, method, inputs=None, dtype=torch.bfloat16, rows=None, without=(), **changes):
+    """Return a layer that has loaded weights which a server fuses; ``changes`` replace parameters."""
+    layer = empty_layer(method, {"": (rows or list(map(len, weights)), weights[0].shape[1])}, dtype=dtype)
+    scales = input_scales(inputs, len(weights))
+    for shard, weight, scale in zip("qkv", weights, scales, strict=False):
+        tensors = tensors_of(weight, method.names.divides, scale)
+        load(layer, "", tensors, None if rows else shard, without=without)
+    for field, data in changes.items():
+        getattr(layer, getattr(method.names, field)).data = data
+    return layer
+
+
+def served(weights, names=MODELOPT, inputs=None, **options):
+    """Return what products read of weights that a server fuses."""
+    method = method_of(names, inputs)
+    layer = filled(weights, method, inputs, **options)
+    method.adopt(layer, "layers.0.qkv_proj")
+    return method.weight(layer)
 
 
 def dequantized(w):
@@ -51,40 +97,94 @@ def dequantized(w):
     return NVFP4Tensor(w.qdata, w.scale, w.per_tensor_scale, columns, torch.float32, QuantizeSpec()).dequantize()
 
 
-def fused(ratios=(1.0, 700.0, 0.01), rows=(48, 16, 32), columns=64):
-    return [quantize(normal(n, columns, seed=i) * r) for i, (n, r) in enumerate(zip(rows, ratios, strict=True))]
+def fused():
+    return weights_of(ROWS, 64)
+
+
+# --- what was loaded -------------------------------------------------------------------------------------------------
+
+
+def test_experts_are_whole_with_each_shard_of_each_and_others_are_not_recorded():
+    def loaded(calls, **options):
+        layer, parameter = nn.Module(), nn.Parameter(torch.zeros(4, 2))
+        loader = Loader(layer, lambda *args, **kwargs: None, True, **options)
+        for call in calls:
+            loader(parameter, torch.zeros(*[2] * ("expert_id" not in call), 4, 2), **call)
+        return parameter
+
+    calls = [{"shard_id": shard, "expert_id": expert} for shard in ("w1", "w3") for expert in range(2)]
+    assert has_all_experts(loaded(calls), ("w1", "w3"), 2)
+    for missing in range(4):
+        assert not has_all_experts(loaded(calls[:missing] + calls[missing + 1 :]), ("w1", "w3"), 2)
+    stacked = [{"shard_id": shard} for shard in ("w1", "w3")]  # each shard of all experts is one tensor in the file
+    assert [has_all_experts(loaded(stacked[:n]), ("w1", "w3"), 2) for n in range(3)] == [False, False, True]
+    other = loaded(calls[:2], elsewhere=lambda layer, parameter, expert: expert == 1)
+    assert loads_of(other) == {("w1", 0)}
+
+
+@pytest.mark.parametrize("name", [MODELOPT.qdata, MODELOPT.scale, MODELOPT.factor, MODELOPT.input_scale])
+def test_a_part_that_was_not_loaded_is_named(name):
+    method = method_of(inputs=0.002)
+    layer = filled(fused(), method, 0.002, without=[(None, "k", name)])
+    before = dict(layer.named_parameters())
+    with pytest.raises(ValueError, match=f"qkv_proj: {name} was not loaded, or only in part"):
+        method.adopt(layer, "qkv_proj")
+    assert dict(layer.named_parameters()) == before and method.activations is None
+
+
+def test_it_is_adopted_once_and_not_loaded_again():
+    """Before, its scales were NaN."""
+    method = method_of(inputs=0.002)
+    with pytest.raises(ValueError, match="not loaded"):  # nothing was: not even dummies
+        method.adopt(empty_layer(method, {"": (ROWS, 64)}), "qkv_proj")
+    layer = filled(fused(), method, 0.002)
+    method.adopt(layer, "qkv_proj")
+    addresses = {name: p.data_ptr() for name, p in layer.named_parameters()}
+    method.adopt(layer, "qkv_proj")
+    assert addresses == {name: p.data_ptr() for name, p in layer.named_parameters()}
+    assert set(addresses) == {"weight", "nvfp4_scale", "nvfp4_factor", "nvfp4_amax"}
+    with pytest.raises(RuntimeError, match="reload_weights"):
+        layer.weight.weight_loader(layer.weight, torch.zeros(48, 32), "q")
+    # a reload may not change how activations are quantized
+    with pytest.raises(ValueError, match="were quantized with the checkpoint's scale, and are quantized with"):
+        method.adopt(filled(fused(), method, NAN), "qkv_proj")
+
+
+# --- products --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names", [MODELOPT, COMPRESSED], ids=["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fused_weights_with_other_scales_are_exact(names, dtype):
-    weights = fused(rows=(48, 20, 33))
-    w = served(weights, names=names, dtype=dtype)
-    dense = torch.cat([each.dequantize(torch.float32) for each in weights])
-    torch.testing.assert_close(dequantized(w), dense, rtol=2e-7, atol=0)
+    w, dense = served(fused(), names, dtype=dtype), decoded(fused())
+    torch.testing.assert_close(dequantized(w).double(), dense, rtol=2e-7, atol=0)
     x, bias = normal(2, 3, 64, dtype=dtype), normal(101, dtype=dtype)
     y = serving.linear(x, w, bias)
-    expected = x.double() @ dense.double().t() + bias.double()
     assert y.shape == (2, 3, 101) and y.dtype == dtype
-    # Per column, for the columns' sizes differ by their scales.
-    error = (y.double() - expected).abs().amax((0, 1)) / expected.abs().amax((0, 1))
-    assert error.max() < max(torch.finfo(dtype).eps, 1e-6)
+    expected = x.view(6, 64).double() @ dense.t() + bias.double()
+    assert error_by_column(y.view(6, 101), expected) < max(torch.finfo(dtype).eps, 1e-6)
 
 
 def test_one_weight_keeps_its_scalar_and_its_codes():
-    (weight,) = fused((1.0,), (32,))
-    w = served([weight], qdata=weight.qdata)
+    method, (weight,) = method_of(inputs=0.002), weights_of((32,), 64, (1.0,))
+    layer = filled([weight], method, 0.002)
+    address = layer.weight.data_ptr()
+    method.adopt(layer, "down_proj")
+    w = method.weight(layer)
     assert w.per_tensor_scale.dim() == 0 and torch.equal(w.per_tensor_scale, weight.per_tensor_scale)
-    assert w.qdata.data_ptr() == weight.qdata.data_ptr()
+    assert w.qdata.data_ptr() == address and torch.equal(w.qdata, weight.qdata)
     assert torch.equal(w.scale.view(torch.uint8), weight.scale.view(torch.uint8))
     # Equal scales take the form of different ones: a reload writes others into their memory.
     assert served([weight, weight]).per_tensor_scale.shape == (64,)
-    # Weights that are fused in the file have the first scale.
-    w = served([weight], [16, 16], factor=torch.tensor([weight.per_tensor_scale, torch.nan]))
-    assert torch.equal(dequantized(w), weight.dequantize(torch.float32))
+    # Weights that are one in the file have its scales: those of the other parts are arbitrary.
+    scales = {"factor": torch.tensor([weight.per_tensor_scale, 5.0]), "input_scale": torch.tensor([0.002, 5.0])}
+    w = served([weight], inputs=0.002, rows=[16, 16], **scales)
+    assert torch.equal(dequantized(w), weight.dequantize(torch.float32)) and w.amax == torch.tensor(0.002) * 2688
 
 
-@pytest.mark.parametrize("inputs, names", [(0.002, MODELOPT), (0.002, COMPRESSED), (NAN, MODELOPT)], ids=str)
+@pytest.mark.parametrize("inputs, names", [
+    (0.002, MODELOPT), (0.002, COMPRESSED), (NAN, MODELOPT), (NAN, COMPRESSED),
+], ids=str)  # fmt: skip
 def test_activations_are_rounded(inputs, names):
     """By the static scale, or each token by its own; tokens do not depend on others, and a NaN stays in its token."""
     weights, is_static = fused(), inputs == inputs
@@ -96,10 +196,11 @@ def test_activations_are_rounded(inputs, names):
         assert abs(w.amax.item() / (0.002 * 2688) - 1) < 1e-6
     mirror = fake_quantize(x, QuantizeSpec(row_scaled=not is_static), amax=w.amax, dtype=torch.float32)
     assert (mirror - x.float()).norm() > 0.05 * x.float().norm()  # else the next line says little
-    expected = mirror.double() @ torch.cat([each.dequantize(torch.float32) for each in weights]).double().t()
+    expected = mirror.double() @ decoded(weights).t()
     y = serving.linear(x, w)
-    error = (y.double() - expected).abs() / expected.abs().amax(0 if is_static else 1, keepdim=True)
-    assert error.max() < 2**-8
+    # Of fused weights each column has its size; by token, each row too.
+    size = expected.abs().amax(0) if is_static else expected.abs().amax(1, keepdim=True)
+    assert ((y.double() - expected).abs() / size).max() < 2**-8
     for row in range(5):
         assert torch.equal(y[row : row + 1], serving.linear(x[row : row + 1], w))
     x[1] = torch.nan
@@ -128,7 +229,7 @@ def test_cuda_graphs(inputs):
         return Weight(*(each.cuda() if isinstance(each, torch.Tensor) else each for each in w))
 
     on_cpu = served(fused(), inputs=inputs)
-    w, (gate_up, down) = on_gpu(on_cpu), map(on_gpu, mixture(5, (1.0, 300.0), inputs)[0])
+    w, (gate_up, down) = on_gpu(on_cpu), map(on_gpu, mixture((1.0, 300.0), inputs)[0])
     x, (weights, ids) = normal(7, 64).cuda(), [each.cuda() for each in routing(7, 5, 2)]
 
     def forward():
@@ -166,11 +267,11 @@ def test_the_largest_static_scale_serves_fused_weights(caplog):
         ({"factor": torch.tensor([1.0, float("inf"), 1.0])}, "finite and not negative"),
         ({"factor": torch.tensor([1.0, 0.0, 1.0])}, "found 0 for codes"),
         ({"factor": torch.tensor([1.0, 0.0, 1.0]), "names": COMPRESSED}, "finite and not negative"),
-        ({"scale": torch.full((96, 4), NAN).to(torch.float8_e4m3fn)}, "384 of 384 block scales were not loaded"),
-        ({"scale": torch.full((96, 4), -1.0).to(torch.float8_e4m3fn)}, "not negative"),
-        ({"scale": torch.ones(96, 3).to(torch.float8_e4m3fn)}, "multiple of 16"),
-        ({"qdata": torch.zeros(96, 64, dtype=torch.bfloat16)}, "not packed NVFP4 codes"),
-        ({"inputs": [1.0, NAN, 1.0]}, "1 of 3 input scales"),
+        ({"scale": torch.full((101, 4), NAN).to(torch.float8_e4m3fn)}, "404 of 404 block scales were not loaded"),
+        ({"scale": torch.full((101, 4), -1.0).to(torch.float8_e4m3fn)}, "not negative"),
+        ({"scale": torch.ones(101, 3).to(torch.float8_e4m3fn)}, "multiple of 16"),
+        ({"qdata": torch.zeros(101, 64, dtype=torch.bfloat16)}, "not packed NVFP4 codes"),
+        ({"inputs": 1.0, "input_scale": torch.tensor([1.0, NAN, 1.0])}, "1 of 3 input scales"),
         ({"inputs": [1.0, 0.0, 1.0]}, "zero, negative or infinite"),
     ],
 )
@@ -182,20 +283,41 @@ def test_what_was_not_loaded_is_refused(changes, message):
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
-def mixture(count, ratios, inputs=None, own=slice(None)):
-    """Return the gate and up, whose scales differ, and the down of experts, and their dense mirrors (E, N, K)."""
-    dense = [normal(count, 48 * len(ratios), 64)[own] / 8], [normal(count, 64, 48, seed=1)[own] / 8]
-    halves = dense[0][0].chunk(len(ratios), 1), dense[1]
-    tensors = [
-        [quantize_experts(half.contiguous() * ratio) for half, ratio in zip(each, ratios, strict=False)]
-        for each in halves
-    ]
-    parts = {prefix: [parts_of(t) for t in each] for prefix, each in zip(EXPERTS, tensors, strict=True)}
-    weights = adopted(parts, inputs=inputs)
-    mirrors = [torch.cat([t.dequantize(torch.float32) for t in each], 1) for each in tensors]
-    for weight, mirror in zip(weights, mirrors, strict=True):
-        torch.testing.assert_close(dequantized(weight), mirror, rtol=2e-7, atol=0)
-    return weights, mirrors
+def experts_in(method, ratios, inputs=None, own=range(5), without=()):
+    """Return a layer with loaded experts, whose gate and up have scales apart, and these weights by prefix."""
+    gates = ("w1", "w3")[: len(ratios)]
+    sizes = {"w13_": ([48] * len(ratios), 64), "w2_": ([64], 48)}
+    layer, weights = empty_layer(method, sizes, len(own)), dict.fromkeys(EXPERTS, ())
+    for index, expert in enumerate(own):
+        first = [quantize(normal(48, 64, seed=8 * expert + i) * ratio / 8) for i, ratio in enumerate(ratios)]
+        second = quantize(normal(64, 48, seed=8 * expert + 7) / 8)
+        for prefix, parts, shards in (("w13_", first, gates), ("w2_", [second], ("w2",))):
+            weights[prefix] += (parts,)
+            for part, shard, scale in zip(parts, shards, input_scales(inputs, len(parts)), strict=True):
+                load(layer, prefix, tensors_of(part, False, scale), shard, index, without=without)
+    return layer, weights
+
+
+def mixture(ratios, inputs=None, own=range(5)):
+    """Return what products read of experts, and their dense mirrors (E, N, K)."""
+    method = method_of(inputs=inputs)
+    layer, weights = experts_in(method, ratios, inputs, own)
+    method.adopt_experts(layer, "experts", len(ratios) > 1)
+    read = [method.weight(layer, prefix) for prefix in EXPERTS]
+    mirrors = [torch.stack([decoded(parts).float() for parts in weights[prefix]]) for prefix in EXPERTS]
+    for prefix, w, mirror in zip(EXPERTS, read, mirrors, strict=True):
+        assert torch.equal(w.qdata, torch.stack([torch.cat([p.qdata for p in parts]) for parts in weights[prefix]]))
+        torch.testing.assert_close(dequantized(w), mirror, rtol=2e-7, atol=0)
+        assert w.amax == (None if inputs is None or inputs != inputs else torch.tensor(inputs) * 2688)
+    return read, mirrors
+
+
+@pytest.mark.parametrize("missing", ["weight", "weight_scale", "weight_scale_2", "input_scale"])
+def test_an_expert_that_was_not_loaded_is_named(missing):
+    method = method_of(inputs=0.003)
+    layer, _ = experts_in(method, (1.0, 30.0), 0.003, without=[(1, "w3", missing)])
+    with pytest.raises(ValueError, match=f"experts: w13_{missing} was not loaded for all of 5 experts"):
+        method.adopt_experts(layer, "experts", gated=True)
 
 
 def mirrored(x, weights, ids, gate_up, down, combine, round_x):
@@ -219,7 +341,7 @@ def routing(tokens, experts, top, seed=0):
     (None, Combine.SILU), (0.003, Combine.GELU_TANH), (NAN, Combine.RELU2_NO_MUL), (0.003, Combine.SILU),
 ], ids=str)  # fmt: skip
 def test_experts(inputs, combine):
-    experts, dense = mixture(5, (1.0, 300.0) if combine is not Combine.RELU2_NO_MUL else (1.0,), inputs)
+    experts, dense = mixture((1.0, 300.0) if combine is not Combine.RELU2_NO_MUL else (1.0,), inputs)
     x, (weights, ids) = normal(7, 64), routing(7, 5, 2)
 
     def round_x(values, index):
@@ -236,14 +358,14 @@ def test_experts(inputs, combine):
 
 
 def test_experts_of_two_ranks_sum_to_all():
-    experts, dense = mixture(6, (1.0, 2.0))
+    experts, dense = mixture((1.0, 2.0), own=range(6))
     x, (weights, ids) = normal(9, 64, dtype=torch.float32), routing(9, 6, 3)
     whole = serving.experts(x, weights, ids, *experts, Combine.SILU)
     total = torch.zeros_like(whole)
-    for own in (slice(0, 3), slice(3, 6)):
+    for own in (range(3), range(3, 6)):
         expert_map = torch.full((6,), -1)
-        expert_map[own] = torch.arange(3)
-        parts, _ = mixture(6, (1.0, 2.0), own=own)
+        expert_map[list(own)] = torch.arange(3)
+        parts, _ = mixture((1.0, 2.0), own=own)
         total += serving.experts(x, weights, ids, *parts, Combine.SILU, expert_map)
     torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5)
     expected = mirrored(x, weights, ids, *dense, Combine.SILU, lambda x, _: x.float())
@@ -251,7 +373,7 @@ def test_experts_of_two_ranks_sum_to_all():
 
 
 def test_experts_take_no_tokens_weights_on_input_and_compile():
-    experts, _ = mixture(4, (1.0, 2.0))
+    experts, _ = mixture((1.0, 2.0), own=range(4))
     empty = serving.experts(normal(0, 64), torch.zeros(0, 2), torch.zeros(0, 2).int(), *experts, Combine.SILU)
     assert empty.shape == (0, 64)
     x, (weights, ids) = normal(5, 64), routing(5, 4, 1)
