@@ -14,7 +14,6 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
-import inspect
 import logging
 import os
 import warnings
@@ -83,13 +82,6 @@ def why_not(differences: Iterator[str], written_for: str) -> str:
     """Return why a plug-in that was written for another version is not installed, or ""."""
     found = "; ".join(differences)
     return found and f"{found}. This plug-in was written for {written_for}: set {SETTING}=0 to silence this"
-
-
-def other_arguments(what: str, function: Callable[..., Any] | None, expected: str) -> Iterator[str]:
-    """Yield a line if the function does not begin with the expected arguments, words in one string."""
-    found = [] if function is None else list(inspect.signature(function).parameters)
-    if found[: len(expected.split())] != expected.split():
-        yield f"{what} takes {', '.join(found) or 'nothing'} in place of {', '.join(expected.split())}"
 
 
 def cannot_serve(device: str, capability: tuple[int, int] | None) -> str:

@@ -17,7 +17,6 @@ vllm = pytest.importorskip("vllm", reason="pip install '.[serve-test]' in an env
 
 ROOT = Path(__file__).parents[3]
 MODELOPT = "vllm.model_executor.layers.quantization.modelopt"
-CT = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
 
 
 @pytest.fixture
@@ -30,21 +29,15 @@ def fresh(plugin, monkeypatch):
     return plugin
 
 
-def test_nothing_differs(fresh):
-    assert list(fresh.differences()) == []
-
-
 @pytest.mark.parametrize("target, value, message", [
     ("vllm.__version__", "0.34.0", "this is vLLM 0.34.0"),
-    (f"{MODELOPT}.resolve", lambda algo, config: None, "resolve takes algo, config in place of algo, subcfg"),
     (f"{MODELOPT}.LINEAR_METHOD_BUILDERS", {"NVFP4": print}, "another plug-in serves NVFP4"),
     (f"{MODELOPT}.LINEAR_METHOD_BUILDERS", None, "has no LINEAR_METHOD_BUILDERS"),
-    (f"{CT}._is_nvfp4_format", ..., "CompressedTensorsConfig has no _is_nvfp4_format"),
 ])  # fmt: skip
 def test_a_change_of_vllm_leaves_it_as_it_was(fresh, monkeypatch, target, value, message):
     from vllm.model_executor.layers.quantization import modelopt
 
-    monkeypatch.delattr(target) if value is ... else monkeypatch.setattr(target, value)
+    monkeypatch.setattr(target, value)
     before = dict(vars(modelopt)), modelopt.LINEAR_METHOD_BUILDERS
     with pytest.warns(UserWarning, match=f"leaves vLLM as it is: .*{message}"):
         ours.register()
