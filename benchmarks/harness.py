@@ -271,7 +271,7 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    peers = "humming-kernels", "quack-kernels", "mslk-cuda"
+    peers = "humming-kernels", "quack-kernels"
     for package in ("nvfp4-tensor", "torchao", "transformers", "triton", *peers):
         try:
             found[package] = version(package)

@@ -169,25 +169,6 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
     return ((value.float() - expected).norm() / expected.norm()).item()
 
 
-def gather(report: Report, makers: dict[str, Callable[[], dict[str, Run]]]) -> dict[str, dict[str, Run]]:
-    """Return {subject: {peer: run}} for peers that import, compile and run; print the others with the reason."""
-    found: dict[str, dict[str, Run]] = {}
-    for peer, make in makers.items():
-        try:
-            runs = make()
-        except Exception as error:  # whatever a third party raises on import is its reason to be absent
-            report(f"peer {peer} is absent: {reason(error)}")
-            continue
-        for subject, run in runs.items():
-            try:
-                run()
-            except Exception as error:
-                report(f"peer {peer} does not run {subject!r}: {reason(error)}")
-            else:
-                found.setdefault(subject, {})[peer] = run
-    return found
-
-
 def reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]

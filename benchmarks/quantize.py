@@ -3,9 +3,7 @@
     python -m benchmarks.quantize [--device cuda] [--shapes 16384x16384] [--threads 1 2]
 
 Columns: median time, minimal bytes per second, their share of the copy bandwidth measured in the same run, and the
-speedup over each peer: torchao's eager functions, torch.compile of the reference's arithmetic, and MSLK's Triton
-kernels. A peer that is not installed or does not run has no column, and is printed with the reason. A second table has
-the host time of one eager call on a small tensor.
+speedup over each peer: torchao's eager functions, and torch.compile of the reference's arithmetic.
 """
 
 from __future__ import annotations
@@ -19,17 +17,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import nvfp4_tensor
 from benchmarks import harness
 from benchmarks.harness import Timing, Variant, seconds
-from benchmarks.peers import Run, gather
+from benchmarks.peers import Run
 from nvfp4_tensor import QuantizeSpec, RoundingMode
 from nvfp4_tensor.numerics import layout, reference
 from nvfp4_tensor.numerics.layout import BLOCK
 
 NEAREST = QuantizeSpec()
 STOCHASTIC = QuantizeSpec(round_mode=RoundingMode.STOCHASTIC)
-PEERS = ("torchao", "compiled", "mslk")
+PEERS = ("torchao", "compiled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,35 +95,14 @@ def torchao_peers(x: Tensor) -> dict[str, Run]:
     }
 
 
-def mslk_peers(x: Tensor, amax: Tensor) -> dict[str, Run]:
-    """Return MSLK's Triton kernels, formerly in fbgemm_gpu_genai. Its quantizer uses an instruction of sm_100.
-
-    With MSLK_PYTHON_ONLY=1 in the environment it is imported without its native library, which is not needed.
-    """
-    if not x.is_cuda:
-        raise RuntimeError("needs CUDA")
-    from mslk.quantize.triton import fp4_quantize
-
-    scale = 2688.0 / amax
-
-    def quantize() -> object:
-        if torch.cuda.get_device_capability(x.device) < (10, 0):  # else Triton prints the PTX that ptxas rejects
-            raise RuntimeError("rounds by cvt.rn.satfinite.e2m1x2.f32, which begins at sm_100")
-        return fp4_quantize.triton_quantize_nvfp4(x, scale)
-
-    return {
-        "quantize, nearest": quantize,
-        "fake quantize, nearest": functools.partial(
-            fp4_quantize.triton_fake_quantize_nvfp4_per_tensor, x, amax.reshape(1)
-        ),
-    }
-
-
 # --- subjects --------------------------------------------------------------------------------------------------------
 
 
 def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list[Subject]:
-    """Return the subjects for x (M, K). Bytes are read once per pass and written; NVFP4 has 9/16 bytes per element."""
+    """Return the subjects for x (M, K), with those of each peer by name.
+
+    Bytes are read once per pass and written; NVFP4 has 9/16 bytes per element.
+    """
     nvfp4 = torch.ops.nvfp4
     columns, dense, small = x.shape[1], x.numel() * x.element_size(), x.numel() * 9 // 16
     amax = nvfp4.amax(x, -1)
@@ -181,10 +157,13 @@ def subjects(x: Tensor, state: Tensor, peers: dict[str, dict[str, Run]]) -> list
         ("amax of the rotation (EDEN)", lambda: nvfp4.amax_rotated(x, state), dense),
         ("quantize, EDEN", quantize(eden), dense + small),
     ]
-    return [Subject(name, run, moved, peers.get(name, {})) for name, run, moved in lines]
+    return [
+        Subject(name, run, moved, {peer: runs[name] for peer, runs in peers.items() if name in runs})
+        for name, run, moved in lines
+    ]
 
 
-def show(report: harness.Report, items: list[Subject], timings: dict[str, Timing], peers: list[str]) -> list[dict]:
+def show(report: harness.Report, items: list[Subject], timings: dict[str, Timing], peers: Sequence[str]) -> list[dict]:
     limit = timings[harness.COPY]
     report(f"copy: {seconds(limit.median)}, {limit.bandwidth / 1e9:.0f} GB/s")
     kept, rows = [], []
@@ -208,38 +187,15 @@ def time_all(report: harness.Report, x: Tensor, wanted: Sequence[str], repeats: 
     state = torch.tensor([1, 2], device=x.device)
     amax = torch.ops.nvfp4.amax(x, -1)
     packed = torch.ops.nvfp4.quantize(x, amax, state, NEAREST.pack())
-    makers = {
-        "torchao": lambda: torchao_peers(x),
-        "compiled": lambda: compiled_peers(x, amax, state, packed),
-        "mslk": lambda: mslk_peers(x, amax),
-    }
-    found = gather(report, {name: makers[name] for name in wanted})
-    present = [name for name in wanted if any(name in runs for runs in found.values())]
-    items = subjects(x, state, found)
+    makers = {"torchao": lambda: torchao_peers(x), "compiled": lambda: compiled_peers(x, amax, state, packed)}
+    items = subjects(x, state, {name: makers[name]() for name in wanted})
     variants = [Variant(item.name, item.run, item.moved) for item in items]
     variants += [
         Variant(f"{item.name} / {peer}", run, item.moved) for item in items for peer, run in item.peers.items()
     ]
     timings = harness.measure(variants, x.device, repeats=repeats)
     limit = timings[harness.COPY]
-    return {"copy": limit.bandwidth, "copied_by": limit.name, "subjects": show(report, items, timings, present)}
-
-
-# --- host time -------------------------------------------------------------------------------------------------------
-
-
-def host_times(device: torch.device) -> dict[str, float]:
-    """Return seconds of host time per eager call on a 64x64 tensor."""
-    x = torch.randn(64, 64, device=device, dtype=torch.bfloat16)
-    state = torch.tensor([1, 2], device=device)
-    runs = {item.name: item.run for item in subjects(x, state, {})}
-    names = ("amax", "quantize, nearest", "quantize, stochastic", "dequantize", "fake quantize, stochastic")
-    names += ("row and transpose, Hadamard, stochastic",)
-    chosen = {name: runs[name] for name in names}
-    chosen["draw_rng_state"] = lambda: torch.ops.nvfp4.draw_rng_state(x)
-    chosen["nvfp4_tensor.quantize(x)"] = lambda: nvfp4_tensor.quantize(x)
-    chosen["nvfp4_tensor.quantize(x, stochastic)"] = lambda: nvfp4_tensor.quantize(x, STOCHASTIC)
-    return {name: harness.host_time(run, device) for name, run in chosen.items()}
+    return {"copy": limit.bandwidth, "copied_by": limit.name, "subjects": show(report, items, timings, wanted)}
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -272,9 +228,6 @@ def main() -> None:
         x = torch.randn(rows, columns, device=device, generator=torch.Generator(device).manual_seed(0)).bfloat16()
         run = {"shape": [rows, columns], "threads": threads, **time_all(report, x, arguments.peers, repeats)}
         content["runs"].append(run)
-    content["host"] = host_times(device)
-    report("\nhost time of one eager call, 64x64")
-    report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))
     harness.save(harness.result_path(device, "quantize", arguments.out), content, report.text)
 
 

@@ -102,29 +102,6 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     return table(("row", "minutes", "tokens seen", *text_heads(rows[0])), lines)
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot the curves: a picture of each text, a line for each row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    names = list(rows[0]["texts"])
-    figure, every = plt.subplots(
-        1, len(names), figsize=(4.5 * len(names), 3.5), layout="constrained", sharey=True, squeeze=False
-    )
-    for name, axes in zip(names, every[0], strict=True):
-        for row in rows:
-            points = [(each["minutes"], each["texts"][name]["increase"]) for each in row["curve"]]
-            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=row["row"])
-        axes.set(title=name, xlabel="minutes of training", ylim=(0, None))
-        axes.grid(alpha=0.3)
-    every[0, 0].set_ylabel("nats per token over bfloat16")
-    every[0, 0].legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def prepare(
     subject: subjects.SmolLM2 | subjects.OwnModel, options: argparse.Namespace
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -193,7 +170,6 @@ def main() -> None:
         text = f"{subject.label}\n{report(every)}"
         save(path, record(device, **settings, rows=every), text)
     print(text)
-    draw(every, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

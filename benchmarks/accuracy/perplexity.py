@@ -76,17 +76,6 @@ def _folded(model: nn.Module, batches: Batches) -> None:
     quantize_(model, WEIGHTS, filter_fn=is_quantized_layer)
 
 
-def _all_but_ends(model: nn.Module, batches: Batches) -> None:
-    """The first and the last two blocks stay dense."""
-    layers = model.model.layers
-    dense = {module for layer in (*layers[:2], *layers[-2:]) for module in layer.modules()}
-
-    def inside(module: nn.Module, name: str) -> bool:
-        return is_quantized_layer(module, name) and module not in dense
-
-    quantize_(model, NVFP4WeightOnlyConfig(weight_spec=SEARCH), filter_fn=inside)
-
-
 class Cached:
     """A dense model that reads a window in pieces of 64, each attending to what the cache gives of those before it."""
 
@@ -123,10 +112,6 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], Any]]] = {
     "gptq_to_dense": ("  aiming at the dense model *",
                       _gptq(WEIGHTS, dense_target_weight=1.0, sequential_within_layer=True)),
     "gptq_own_text": ("GPTQ + scale search on its own text", _gptq_on_own_text),
-    "dense_ends": ("scale search, 4 blocks dense", _all_but_ends),
-    "nearest_fp8": ("nearest, FP8 activations", _plain(NVFP4WeightOnlyConfig(activations="fp8"))),
-    "search_fp8": ("scale search, FP8 activations",
-                   _plain(NVFP4WeightOnlyConfig(weight_spec=SEARCH, activations="fp8"))),
     "w4a4": ("W4A4, nearest", _plain(NVFP4Config())),
     "w4a4_search": ("W4A4, scale search for weights", _plain(BOTH)),
     "w4a4_static": ("  static *", _calibrated(BOTH)),
@@ -137,8 +122,6 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], Any]]] = {
     "cache": ("NVFP4 cache, the latest 64 tokens dense", _cached()),
     "cache_as_it_is": ("  keys not rotated", _cached(rotate_keys=False)),
     "cache_no_dense": ("  every token rounded", _cached(recent=0)),
-    "cache_four_over_six": ("  every token rounded, four-over-six",
-                            _cached(spec=QuantizeSpec(four_over_six="mse"), recent=0)),
     **llama_rows.ROWS,
 }  # fmt: skip
 """Name -> (what the table calls it, what it does to the dense model, or what it returns to judge in its place). A star:

@@ -1,19 +1,15 @@
 """What each recipe costs in loss: a small Llama trained in bfloat16 and by each recipe, on two texts, seeds paired.
 
-    python -m benchmarks.accuracy.training_quality --out FOLDER                  # about two minutes on an H200
+    python -m benchmarks.accuracy.training_quality --size 25m --steps 1600 --batch 8 --learning-rate 6e-4
     python -m benchmarks.accuracy.training_quality --device cpu --size tiny --batch 2 --length 64 --steps 40
 
-These defaults (2m, 700 steps) show that recipes train; their runs differ by more than recipes do. The table of the
-guide took --size 20m --steps 3120 --batch 64 --learning-rate 1.2e-3.
-
 All linears of the blocks are quantized unless the variant says otherwise. The texts are the Python sources and the C
-and C++ headers of the environment that runs this, in bytes, less than one epoch. All runs of a seed start from the same
-weights and see the same batches; an increase is relative to bfloat16 with that seed and text.
+and C++ headers of the environment that runs this, in bytes, less than one epoch. All runs of a seed see the same
+batches; an increase is relative to bfloat16 with that seed and text.
 
-With --branch 0.25, recipes train the last quarter of the steps alone: all variants of a seed and text start from one
-run in bfloat16, with its weights and optimizer states. What differs at the end is then what they cost, and not also
-that two runs from scratch part ways. With --model FOLDER, they go on from where benchmarks.accuracy.own_model ended,
-with its texts (--steps 300 --batch 16 --learning-rate 1e-4 --processes 1).
+Recipes train the last part of the steps alone (--branch): all variants of a seed and text start from one run in
+bfloat16, with its weights and optimizer states. What differs at the end is then what they cost, and not also that two
+runs from scratch part ways.
 
 Several processes share a GPU, each step is one replay of a CUDA graph, and the result file is written after each run.
 The same command continues a file: runs that it has are not repeated. With --budget, no run starts that would end later.
@@ -79,30 +75,24 @@ class Run(Job):
     points: list[dict]
 
 
-def trunk_of(job: Job, settings: Settings, text: tuple[Tensor, Tensor], branch: float | Path) -> GraphTrainer:
+def trunk_of(job: Job, settings: Settings, text: tuple[Tensor, Tensor], branch: float) -> GraphTrainer:
     """Return a trainer that has trained in bfloat16 up to where the variants of a text and seed branch off.
 
-    branch: the part of the steps that is left, or the folder of a model whose training went before them.
+    branch: the part of the steps that is left.
     """
     trainer = GraphTrainer(dataclasses.replace(settings, seed=job.seed, recipe="bf16"), *text)
-    if isinstance(branch, Path):
-        state = torch.load(branch / "checkpoint.pt", map_location=settings.device)
-        trainer.model.load_state_dict(state["model"])
-        trainer.optimizer.load_state_dict(state["optimizer"])
-        return trainer
     trainer.train(until=round(settings.steps * (1 - branch)))
     return trainer
 
 
-def train_one(job: Job, settings: Settings, text: tuple[Tensor, Tensor], trunk: GraphTrainer | None = None) -> Run:
-    """Train to the end without checkpoints, from where a trunk ended if there is one."""
+def train_one(job: Job, settings: Settings, text: tuple[Tensor, Tensor], trunk: GraphTrainer) -> Run:
+    """Train to the end without checkpoints, from where the trunk ended."""
     changes = dict(VARIANTS[job.variant])
     without = changes.pop("without", None)
     settings = dataclasses.replace(settings, seed=job.seed, **changes)
     start = time.perf_counter()
     trainer = GraphTrainer(settings, *text, recipe=recipe_without(without) if without else None)
-    if trunk is not None:
-        trainer.start_from(trunk)
+    trainer.start_from(trunk)
     trainer.train()
     trainer.settings = dataclasses.replace(settings, batch=VALIDATION_BATCH)
     validation = trainer.validate(VALIDATION_WINDOWS)
@@ -119,7 +109,7 @@ NOT_STARTED = "not started: the budget is spent"
 
 
 def _work(
-    rank: int, queue: Any, results: Any, settings: Settings, texts: Texts, deadline: float | None, branch: float | Path
+    rank: int, queue: Any, results: Any, settings: Settings, texts: Texts, deadline: float | None, branch: float
 ) -> None:
     """Take lists of jobs, with one trunk each, from the queue until it gives None. A job that fails stops no other."""
     torch.set_num_threads(1)
@@ -133,7 +123,7 @@ def _work(
                 results.put((job, NOT_STARTED))
                 continue
             try:
-                if branch and trunk is None:
+                if trunk is None:
                     trunk = trunk_of(job, settings, texts[job.text], branch)
                 run = train_one(job, settings, texts[job.text], trunk)
             except Exception as error:  # whatever one variant raises is reported beside the others' results
@@ -144,10 +134,8 @@ def _work(
     results.put(None)
 
 
-def groups_of(jobs: list[Job], branch: float | Path) -> list[list[Job]]:
-    """Return the jobs in lists for one process each: those of one text and seed, which share a trunk, or one each."""
-    if not branch:
-        return [[job] for job in jobs]
+def groups_of(jobs: list[Job]) -> list[list[Job]]:
+    """Return the jobs in lists for one process each: those of one text and seed, which share a trunk."""
     groups: dict[tuple[str, int], list[Job]] = {}
     for job in jobs:
         groups.setdefault((job.text, job.seed), []).append(job)
@@ -156,8 +144,7 @@ def groups_of(jobs: list[Job], branch: float | Path) -> list[list[Job]]:
 
 def jobs_of(options: argparse.Namespace, done: set[Job]) -> list[Job]:
     """Return what is left to run. Seeds come one after another, so that an interrupted study has complete ones."""
-    texts = ["own"] if options.model else TEXTS
-    jobs = [Job(variant, text, seed) for seed in range(options.seeds) for text in texts for variant in options.variants]
+    jobs = [Job(variant, text, seed) for seed in range(options.seeds) for text in TEXTS for variant in options.variants]
     return [job for job in jobs if job not in done]
 
 
@@ -171,36 +158,18 @@ def earlier_runs(path: Path, settings: dict[str, Any]) -> list[dict]:
     return content["runs"]
 
 
-def texts_of(options: argparse.Namespace, names: set[str]) -> Texts:
-    """Return (training, validation) of each text: bytes, or the tokens of a model."""
-    if not options.model:
-        return {name: corpus(options.folder, options.limit, TEXTS[name]) for name in names}
-    found = torch.load(Path(options.model) / "texts.pt")
-    return {name: (found["training"], torch.cat(list(found["evaluation"].values()))) for name in names}
-
-
-def subject_of(size: str, branch: float | Path) -> str:
-    """Return the name of the result file, which says whether recipes train a part of the steps alone."""
-    if isinstance(branch, Path):
-        return f"training_quality_{branch.name}"
-    return f"training_quality_{size}" + (f"_last_{branch:g}" if branch else "")
-
-
 def study(options: argparse.Namespace, settings: Settings, path: Path) -> dict:
     """Run all variants, texts and seeds, and return the content of the result file."""
     start = time.time()
-    all_settings = {
-        **dataclasses.asdict(settings),
-        **({"branch": options.model or options.branch} if options.branch else {}),
-    }
+    all_settings = {**dataclasses.asdict(settings), "branch": options.branch}
     runs = earlier_runs(path, all_settings)
     jobs = jobs_of(options, {Job(run["variant"], run["text"], run["seed"]) for run in runs})
-    texts = texts_of(options, {job.text for job in jobs})
+    texts = {job.text: corpus(options.folder, options.limit, TEXTS[job.text]) for job in jobs}
     for text in sum(texts.values(), ()):
         text.share_memory_()
     context = mp.get_context("spawn")
     queue, results = context.Queue(), context.Queue()
-    for group in [*groups_of(jobs, options.branch), *[None] * options.processes]:
+    for group in [*groups_of(jobs), *[None] * options.processes]:
         queue.put(group)
     deadline = None if options.budget is None else start + options.budget
     arguments = (queue, results, settings, texts, deadline, options.branch)
@@ -241,19 +210,14 @@ def main() -> None:
     parser.add_argument("--batch", type=at_least(1), default=4)
     parser.add_argument("--length", type=at_least(2), default=1024)
     parser.add_argument("--learning-rate", type=float, default=4e-3)
-    parser.add_argument("--model", help="a folder of benchmarks.accuracy.own_model to go on from")
-    parser.add_argument("--branch", type=float, default=0.0, help="the part of the steps that recipes train")
+    parser.add_argument("--branch", type=float, default=0.25, help="the part of the steps that recipes train")
     parser.add_argument("--folder", type=Path, default=Path(sysconfig.get_path("purelib")), help="where the texts are")
     parser.add_argument("--limit", type=at_least(1), default=64_000_000, help="bytes of each text")
     options = parser.parse_args()
     fields = ("size", "steps", "batch", "length", "learning_rate", "device")
     settings = Settings(**{field: getattr(options, field) for field in fields})
-    if options.model:
-        own = json.loads(Path(options.model, "training.json").read_text())["settings"]
-        vocabulary = json.loads(Path(options.model, "config.json").read_text())["vocab_size"]
-        settings = dataclasses.replace(settings, size=own["size"], length=own["length"], vocabulary=vocabulary)
-        options.branch = Path(options.model)
-    path = result_path(torch.device(options.device), subject_of(options.size, options.branch), options.out)
+    subject = f"training_quality_{options.size}_last_{options.branch:g}"
+    path = result_path(torch.device(options.device), subject, options.out)
     content = study(options, settings, path)
     text = table(content["runs"])
     print(text)

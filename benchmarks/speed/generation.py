@@ -18,9 +18,6 @@ Weights are random, so that nothing is downloaded. The ways:
 
 tokens/s counts the tokens after the first, for the whole batch; "whole call" counts all, and the time of the whole
 call, with its prompt. "of copy" is the share of the copy bandwidth at which a step reads the linears and the cache.
-"same text" is how many tokens agree with the first way that wrote with these weights: rounding differs, so texts of
-random weights part at a near tie. "set-up" is the time to make the model, compile or capture, and write the first text.
-"peak GB" is the most memory that is allocated while texts are written: weights, cache, graphs and the prompt's values.
 
 Contenders run one after the other, those that compile last, and each row is saved when it is measured. Rows of an
 earlier file with the same settings are kept, and those of the same commit and machine are not measured again, so that a
@@ -31,8 +28,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -56,7 +51,6 @@ from benchmarks.speed.stock_llama import (
 )
 from nvfp4_tensor import NVFP4WeightOnlyConfig
 from nvfp4_tensor.generation import decode_natively, generate, nvfp4_cache
-from nvfp4_tensor.sizes import stored_bytes
 
 BASELINE = "bf16"
 WAYS = ("eager", "static", "native", "stream", "padded", "codes", "graph")
@@ -182,8 +176,8 @@ def in_a_graph(model: Llama, prompt: Tensor, count: int) -> Run:
 class Models:
     """Models by their weights, made when first used; the ways that change a model have one of their own."""
 
-    def __init__(self, shape: Shape, device: torch.device, eager: bool) -> None:
-        self.shape, self.device, self.eager = shape, device, eager
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape, self.device = shape, device
         self._stock: dict[str, nn.Module] = {}
         self._native: dict[tuple[str, str], nn.Module] = {}
         self._compiled: dict[str, Llama] = {}
@@ -208,19 +202,9 @@ class Models:
                 model.head = random_model(dataclasses.replace(self.shape, layers=0), None, self.device).head
             if weights in peers.MODELS:
                 peers.convert(model, weights)
-            if not self.eager:
-                model.compile_parts(fullgraph=weights not in peers.MODELS)
+            model.compile_parts(fullgraph=weights not in peers.MODELS)
             self._compiled[weights] = model
         return self._compiled[weights]
-
-    def held(self, contender: Contender) -> int:
-        """Return the bytes that are allocated now beside the contender's weights: by other models, and their graphs."""
-        if self.device.type != "cuda":
-            return 0
-        gc.collect()
-        made = (self._compiled if contender.way == "graph" else self._stock).get(contender.weights)
-        own = 0 if made is None else sum(stored_bytes(each) for each in (*made.parameters(), *made.buffers()))
-        return torch.cuda.memory_allocated() - own
 
     def ready(self, contender: Contender, prompt_length: int, count: int) -> Ready:
         weights, way, batch = contender.weights, contender.way, contender.batch
@@ -266,16 +250,6 @@ def measure(ready: Ready, rounds: int) -> list[Taken]:
     return taken
 
 
-def agreement(text: list[int], contender: Contender, rows: list[dict[str, Any]]) -> int | None:
-    """Return how many tokens of the first text agree with the first row of these weights."""
-    if contender.way == "graph":  # has other random weights
-        return None
-    alike = (contender.weights, contender.batch)
-    texts = [row["text"] for row in rows if (row["weights"], row["batch"]) == alike and row["way"] != "graph"]
-    pairs = zip(text, texts[0] if texts else text, strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
 def row_of(contender: Contender, ready: Ready, taken: list[Taken], copy: float) -> dict[str, Any]:
     batch, count = contender.batch, ready.count
     rates = [batch * (count - 1) / each.decode for each in taken]
@@ -293,11 +267,7 @@ def order(row: dict[str, Any]) -> tuple[int, int, int]:
     return row["batch"], WAYS.index(row["way"]), weights.index(row["weights"])
 
 
-HEAD = (
-    *("", "tokens/s", "runs", "whole call", "x bf16, graph", "x bf16, same way", "of copy", "GB/step", "same text"),
-    "set-up",
-    "peak GB",
-)
+HEAD = ("", "tokens/s", "runs", "whole call", "x bf16, graph", "x bf16, same way", "of copy", "GB/step")
 
 
 def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
@@ -310,8 +280,7 @@ def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     return [
         f"{row['weights']}; {row['way']}", f"{row['tokens_per_second']:.4g}", str(len(row["rates"])),
         f"{row['whole_call']:.4g}", times("graph"), times(row["way"]), f"{row['share']:.0%}",
-        f"{row['bytes'] / 1e9:.3f}", "" if row["same_text"] is None else str(row["same_text"]),
-        f"{row['set_up']:.3g} s", f"{row['peak'] / 1e9:.2f}" if row.get("peak") else "",
+        f"{row['bytes'] / 1e9:.3f}",
     ]  # fmt: skip
 
 
@@ -340,7 +309,7 @@ def main() -> None:
     name = f"generation_{arguments.model}" + (f"_{arguments.prompt}" if arguments.prompt >= LONG else "")
     name += f"_{shape.layers}_layers" if arguments.layers else ""
     path = harness.result_path(device, name, arguments.out)
-    record, models = harness.record(device, **settings), Models(shape, device, arguments.eager)
+    record, models = harness.record(device, **settings), Models(shape, device)
     origin = {"commit": record["commit"], "machine": record["machine"]}
     rows = harness.with_earlier(path, [], "name", **settings)
     done = {row["name"] for row in rows if origin.items() <= row.items()}
@@ -350,25 +319,18 @@ def main() -> None:
         if time.perf_counter() - start > (arguments.budget or float("inf")):
             print(f"not run: {contender.name}: the budget is spent; the same command goes on", flush=True)
             continue
-        began, held = time.perf_counter(), models.held(contender)
         try:
             with torch.no_grad():
                 ready = models.ready(contender, arguments.prompt, arguments.tokens)
                 ready.run(WARM_UP if contender.way == "eager" else ready.count)
-                set_up = time.perf_counter() - began
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
                 taken = measure(ready, arguments.rounds)
         except Exception as error:  # whatever a way or a peer raises is its reason to be absent
             print(f"absent: {contender.name}: {peers.reason(error)}", flush=True)
             continue
-        text = taken[0].text[0].tolist()
         row = row_of(contender, ready, taken, copy) | {"machine": record["machine"]}
-        row |= {"set_up": set_up, "text": text, "same_text": agreement(text, contender, rows)}
-        row["peak"] = torch.cuda.max_memory_allocated() - held if device.type == "cuda" else None
         rows = sorted(harness.with_earlier(path, [row], "name", **settings), key=order)
         harness.save(path, record | {"rows": rows}, text_of(record, title, rows))
-        print(f"{contender.name}: {row['tokens_per_second']:.4g} tokens/s, set-up {set_up:.3g} s", flush=True)
+        print(f"{contender.name}: {row['tokens_per_second']:.4g} tokens/s", flush=True)
         del ready, taken
     print(text_of(record, title, rows))
 
@@ -386,7 +348,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=at_least(4), default=128 if on_cuda else 32, help="tokens written")
     parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--budget", type=float, help="seconds after which no further contender is set up")
-    parser.add_argument("--eager", action="store_true", help="do not compile the Llama of the graph")
     return parser.parse_args()
 
 

@@ -4,12 +4,11 @@
     python -m benchmarks.speed.training_step --device cpu          # the tutorial's small model, 2,048 tokens
 
 A step is forward, dgrad and wgrad of one linear, captured in a CUDA graph (eager on a CPU); "all" is the block's four
-linears together, "eager" the same launched from Python, its backward in autograd's thread or in the caller's. "On end"
-is one recipe's step again and again, as in training, where the clock is what its own power makes it; in the other
-columns the recipes take turns, at one clock for all. Parts are the ops that the recipe is made of, each with the bytes
-that it has to move. "saved" is what the linears keep for their backward beside their parameters, the codes of their
-weights included; "w again" is nvidia with keep_w=False, which quantizes the weight a second time instead. "Host time"
-is that of an eager step of a linear so small that the device does not matter.
+linears together. "On end" is one recipe's step again and again, as in training, where the clock is what its own power
+makes it; in the other columns the recipes take turns, at one clock for all. Parts are the ops that the recipe is made
+of, each with the bytes that it has to move. "saved" is what the linears keep for their backward beside their
+parameters, the codes of their weights included; "w again" is nvidia with keep_w=False, which quantizes the weight a
+second time instead. "Host time" is that of an eager step of a linear so small that the device does not matter.
 """
 
 from __future__ import annotations
@@ -63,16 +62,6 @@ def step_of(linear: nn.Linear, x: Tensor, dy: Tensor) -> Callable[[], object]:
     return run
 
 
-def in_one_thread(run: Callable[[], object]) -> Callable[[], object]:
-    """The same, its backward on the caller's thread, not on one of autograd's."""
-
-    def inner() -> object:
-        with torch.autograd.set_multithreading_enabled(False):
-            return run()
-
-    return inner
-
-
 def linear_by(recipe: str, n: int, k: int, device: torch.device) -> nn.Linear:
     """A bfloat16 linear, dense or trained by a recipe."""
     linear = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
@@ -105,9 +94,7 @@ def steps(
         dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16)
         linears = {recipe: linear_by(recipe, n, k, device) for recipe in ("bf16", *recipes)}
         variants = [Variant(recipe, step_of(linear, x, dy)) for recipe, linear in linears.items()]
-        eager = [Variant(f"{v.name} eager", v.run, in_graph=False) for v in variants]
-        eager += [Variant(f"{v.name} in one thread", in_one_thread(v.run), in_graph=False) for v in variants[:2]]
-        timings = measure([*variants, *(eager if device.type == "cuda" else [])], device, repeats=repeats)
+        timings = measure(variants, device, repeats=repeats)
         row = {key: timing.median for key, timing in timings.items() if key != COPY and key != "negate"}
         if device.type == "cuda":
             row["on end"] = on_end(variants, device, turn=0.3)
@@ -244,15 +231,11 @@ def model_steps(recipes: list[str], device: torch.device, repeats: int) -> dict:
 def linears_table(results: dict, recipes: list[str]) -> str:
     """A row a linear, and their sums: times of bfloat16's."""
     first = recipes[0]
-    header = ["linear", "bf16", *recipes, f"{first} on end", "eager of graph", "in one thread"]
+    header = ["linear", "bf16", *recipes, f"{first} on end"]
     rows = []
     for name, result in results.items():
-        eager = [
-            f"{result[f'{first} {how}'] / result[first]:.2f}" if f"{first} {how}" in result else ""
-            for how in ("eager", "in one thread")
-        ]
-        rows.append([f"{name} ({result['n']} x {result['k']})", *_ratios([result], recipes), *eager])
-    rows.append(["all", *_ratios(list(results.values()), recipes), "", ""])
+        rows.append([f"{name} ({result['n']} x {result['k']})", *_ratios([result], recipes)])
+    rows.append(["all", *_ratios(list(results.values()), recipes)])
     return table(header, rows)
 
 

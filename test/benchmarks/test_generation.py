@@ -110,7 +110,7 @@ def test_weights_are_what_the_row_says(weights):
 def test_every_way_writes_greedy_text(device, way, batch):
     if device == "cuda" and way == "static":
         pytest.skip("compiles")
-    models = generation.Models(TINY, torch.device(device), eager=True)
+    models = generation.Models(TINY, torch.device(device))
     taken = models.ready(generation.Contender("NVFP4", way, batch), prompt_length=6, count=5).run(5)
     model, ids = models.stock("NVFP4"), stock_llama.random_prompt(TINY, batch, 6, torch.device(device))
     assert 0 < taken.decode < taken.call and taken.text.shape == (batch, 5)
@@ -141,7 +141,7 @@ def test_int4_multiplies_by_rounded_weights(peer):
 
 def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path, capsys):
     def rows(*more: str) -> tuple[dict[str, dict], str]:
-        command = "generation --device cpu --model tiny --prompt 4 --tokens 4 --rounds 1 --eager --batch 1 --weights"
+        command = "generation --device cpu --model tiny --prompt 4 --tokens 4 --rounds 1 --batch 1 --weights"
         monkeypatch.setattr(sys, "argv", [*command.split(), "bf16", "NVFP4", "--out", str(tmp_path), "--ways", *more])
         generation.main()
         content = json.loads((tmp_path / "cpu/generation_tiny.json").read_text())

@@ -32,7 +32,7 @@ def run(monkeypatch, tmp_path, capsys):
 
 
 def test_quantize(run, device: str) -> None:
-    content, printed = run(quantize, f"--device {device} --shapes 64x128 --repeats 1 --peers torchao mslk")
+    content, _ = run(quantize, f"--device {device} --shapes 64x128 --repeats 1 --peers torchao")
     subjects = {subject["name"]: subject for subject in content["runs"][0]["subjects"]}
     elements = 64 * 128
     assert subjects["amax"]["moved"] == 2 * elements
@@ -41,9 +41,8 @@ def test_quantize(run, device: str) -> None:
     for subject in subjects.values():
         assert 0 < subject["low"] <= subject["median"] <= subject["high"]
         assert subject["share"] == pytest.approx(subject["moved"] / subject["median"] / content["runs"][0]["copy"])
-    assert subjects["dequantize"]["times"]["torchao"] > 0 and all(taken > 0 for taken in content["host"].values())
+    assert subjects["dequantize"]["times"]["torchao"] > 0
     assert {"commit", "machine", "versions", "native"} <= content.keys()
-    assert device == "cuda" or "peer mslk is absent: RuntimeError: needs CUDA" in printed
 
 
 def test_products(run, device: str) -> None:
@@ -105,12 +104,9 @@ def test_peers_that_multiply_wrongly_or_raise_are_left_out_by_name() -> None:
         "not installed": broken,
     }
     assert list(peers.products(report, makers, [weight], [x])) == ["right"]
-    found = peers.gather(report, {"absent": broken, "present": lambda: {"amax": int, "quantize": broken}})
-    assert found == {"amax": {"present": int}}
     assert [line.split(" is off")[0] for line in report.lines] == [
         "peer nibbles swapped is left out: its product", "peer not a number is left out: its product",
-        "peer not installed is absent: ImportError: not here", "peer absent is absent: ImportError: not here",
-        "peer present does not run 'quantize': ImportError: not here",
+        "peer not installed is absent: ImportError: not here",
     ]  # fmt: skip
 
 

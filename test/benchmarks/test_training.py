@@ -60,12 +60,13 @@ def test_a_study_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
             (tmp_path / f"file_{i}{suffix}").write_text(text * 20)
     monkeypatch.setattr(training_quality, "VALIDATION_WINDOWS", 4)
     arguments = ["training_quality", "--device", "cpu", "--size", "tiny", "--steps", "2", "--batch", "2"]
-    arguments += ["--length", "32", "--folder", str(tmp_path), "--out", str(tmp_path), "--seeds", "1", "--variants"]
+    arguments += ["--branch", "0.5", "--length", "32", "--folder", str(tmp_path), "--out", str(tmp_path)]
+    arguments += ["--seeds", "1", "--variants"]
 
     def study(*more: str) -> list[dict]:
         monkeypatch.setattr(sys, "argv", [*arguments, *more])
         training_quality.main()
-        return json.loads((tmp_path / "cpu/training_quality_tiny.json").read_text())["runs"]
+        return json.loads((tmp_path / "cpu/training_quality_tiny_last_0.5.json").read_text())["runs"]
 
     first = study("bf16")
     assert [(each["variant"], each["text"]) for each in first] == [("bf16", "Python"), ("bf16", "C++")]
@@ -75,7 +76,9 @@ def test_a_study_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
     assert runs[:2] == first and len(runs) == 4 and all(3 < each["validation"] < 6 for each in runs)
     losses = {each["variant"]: each["validation"] for each in runs if each["text"] == "Python"}
     increase = f"{100 * (losses['nvidia'] / losses['bf16'] - 1):.2f}"
-    assert f"| `nvidia` | {increase} ({increase}) |" in (tmp_path / "cpu/training_quality_tiny.txt").read_text()
+    assert (
+        f"| `nvidia` | {increase} ({increase}) |" in (tmp_path / "cpu/training_quality_tiny_last_0.5.txt").read_text()
+    )
     with pytest.raises(ValueError, match="other settings \\(steps\\)"):
         study("bf16", "--steps", "3")
 
