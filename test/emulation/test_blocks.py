@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nvfp4_tensor import emulation, quantize
+from nvfp4_tensor import emulation
 from nvfp4_tensor.emulation import FORMATS
 from nvfp4_tensor.emulation.blocks import pack, unpack
 
@@ -83,13 +83,6 @@ def test_autocast_does_not_round_products():
 def test_equality_is_identity():
     t, u = (emulation.cast(normal(2, 64), "mxfp4", cast_mode="actual") for _ in range(2))
     assert t == t and t != u and len({t, u}) == 2
-
-
-def test_nvfp4_products_are_the_tensors():
-    x, w = normal(4, 64), normal(6, 64, seed=2)
-    a, b = (emulation.cast(t, "nvfp4", cast_mode="actual") for t in (x, w))
-    ours = torch.nn.functional.linear(quantize(x).dequantize(), quantize(w))
-    assert torch.allclose(emulation.matmul(a, b), ours, rtol=1e-6, atol=1e-5)
 
 
 def test_invalid_products_raise():

@@ -159,15 +159,6 @@ def test_zeros_and_small_blocks_survive():
     assert torch.allclose(quantize(x).dequantize()[0, 16:], x[0, 16:], rtol=0.1)
 
 
-def test_nan_stays_where_it_belongs():
-    """TransformerEngine: NaN becomes 6."""
-    x, w, expected = torch.randn(5, 64), torch.randn(24, 64), torch.zeros(5, 24, dtype=torch.bool)
-    x[2, 7], w[11, 40], expected[2], expected[:, 11] = float("nan"), float("inf"), True, True
-    for activation in (None, QuantizeSpec()):
-        y = F.linear(x, quantize(w)._replace(activation_spec=activation))
-        assert torch.equal(y.isnan(), expected) and y[~expected].isfinite().all()
-
-
 def test_per_row_scales_multiply_in_float32(device):
     w = torch.cat([quantize(torch.randn(20, 48, device=device)), quantize(torch.randn(13, 48, device=device) * 30)])
     x = torch.randn(6, 48, device=device)
@@ -199,7 +190,9 @@ def test_invalid_operands_of_a_product_raise(call, message):
 
 
 @pytest.mark.parametrize("rows, dtype", [(128, torch.bfloat16), (40, torch.float16), (40, torch.float32)], ids=str)
-@pytest.mark.parametrize("activation", [None, QuantizeSpec()], ids=["weight only", "w4a4"])
+@pytest.mark.parametrize(
+    "activation", [None, QuantizeSpec(), QuantizeSpec(row_scaled=True)], ids=["weight only", "w4a4", "rows"]
+)
 def test_experts(device, rows, dtype, activation):
     sizes = torch.tensor([1.0, 30, 0.01, 5], device=device).view(4, 1, 1)
     experts = (torch.randn(4, rows, 64, device=device) * sizes).to(dtype)

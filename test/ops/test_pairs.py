@@ -5,10 +5,7 @@ import itertools
 import pytest
 import torch
 from helpers.bits import MAGNITUDES, assert_same_bits, equal_bits, inputs, of_all_sizes, rng_state
-from helpers.instruction_sets import assert_op, displaced, needs_library, reference_amax
-from helpers.strategies import matrices, specs, words
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers.instruction_sets import assert_op, displaced, reference_amax
 
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import reference
@@ -115,13 +112,6 @@ def test_pairs_at_any_address(kernels, offset):
         x = inputs((130, 80), dtype, 1.0)
         check(kernels, x, *pair, there=displaced(x, offset, kernels))
         check(kernels, x[::3, 5:69], *pair, there=displaced(x, offset, kernels)[::3, 5:69])
-
-
-@needs_library
-@given(matrices(), specs, specs, st.tuples(words, words), st.integers(0, 5), st.integers(0, 5))
-@settings(max_examples=25, deadline=None)
-def test_random_pairs(x, spec, spec_t, state, band, block):
-    check("cpu", x, spec, spec_t, state=torch.tensor(state), offsets=(16 * band, 16 * block, 512, 1024))
 
 
 def test_plain_torch_makes_the_same_pairs():

@@ -22,9 +22,6 @@ from helpers.bits import (
 )
 from helpers.instruction_sets import assert_op, displaced, each_instruction_set, needs_library, reference_amax, sample
 from helpers.repeats import captured
-from helpers.strategies import matrices, specs, words
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import layout, reference
@@ -157,14 +154,6 @@ def test_nothing_is_quantized_to_nothing(kernels, shape):
     for spec in FEW_SPECS:
         check(kernels, torch.empty(shape, dtype=torch.bfloat16), spec)
     assert_op(N.hadamard, (torch.empty(shape), 0), (reference.hadamard(torch.empty(shape), 0),), kernels)
-
-
-@needs_library
-@given(matrices(), specs, st.tuples(words, words), st.integers(0, 8), st.integers(0, 1 << 40), st.integers(0, 3))
-@settings(max_examples=40, deadline=None)
-def test_random_specs_of_random_tensors(x, spec, state, block, row0, stream):
-    offsets = row0, 16 * block, 16 * block + x.shape[1]
-    check("cpu", x, spec, state=torch.tensor(state), dtype=x.dtype, offsets=offsets, stream=stream)
 
 
 @pytest.mark.parametrize(
