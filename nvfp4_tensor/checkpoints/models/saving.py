@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
 from nvfp4_tensor.checkpoints.convert import different_scales
+from nvfp4_tensor.checkpoints.io.safetensors import write_json
 from nvfp4_tensor.checkpoints.models.loading import ORIGINS
 from nvfp4_tensor.checkpoints.models.origins import Origin, split
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, parts_of, tensor_of, with_scale
@@ -56,8 +57,8 @@ def save(
             scales differ, because vLLM computes wrong numbers with them. They get the largest scale: with the same
             values if powers of two lie between, as after training in NVFP4; otherwise "requantize" warns, and quantizes
             them again, which adds 3 to 4 % to their error. "keep" writes them unchanged. "refuse" raises a ValueError.
-        config: the content of config.json. The default is ``model.config`` of a transformers model; without one,
-            config.json is not written.
+        config: the content of config.json. The default is ``model.config`` of a transformers model, with the class and
+            dtype that the model has; without one, config.json is not written. Its generation config is written too.
         progress: show a progress bar.
         options: options of the format.
 
@@ -102,6 +103,7 @@ class ModelCheckpoint(Checkpoint):
         self._parameter: dict[str, str] = {}
         self._last: tuple[str, dict[str, Any]] = ("", {})
         self.config = _config(model) if config is None else dict(config)
+        self._generation_config = _as_json(getattr(model, "generation_config", None))
         self.config.pop("quantization_config", None)
         self.entries = {}
         for name, tensor in self._tensors.items():
@@ -146,6 +148,10 @@ class ModelCheckpoint(Checkpoint):
             )
         value = self._last[1][name]
         return self._requantized(name, value) if name in self._shared else value
+
+    def write_auxiliary_files(self, folder: Path) -> None:
+        if self._generation_config:
+            write_json(folder / "generation_config.json", self._generation_config)
 
     def _share_scales(self, groups: list[tuple[str, ...]], mismatched_scales: MismatchedScales) -> None:
         """Give the linears of each group the largest of their per-tensor scales."""
@@ -243,7 +249,14 @@ def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> 
 
 
 def _config(model: object) -> dict[str, Any]:
-    """Return the config.json of a transformers model, {} for other models."""
-    config = getattr(model, "config", None)
+    """Return the config.json of a transformers model, as its save_pretrained writes it, {} for other models."""
+    if config := _as_json(getattr(model, "config", None)):
+        config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+        if dtype := getattr(model, "dtype", None):  # that of the config may be the one that the model was made with
+            config["dtype"] = str(dtype).removeprefix("torch.")
+    return config
+
+
+def _as_json(config: object) -> dict[str, Any]:
     to_json = getattr(config, "to_json_string", None)
     return {} if to_json is None else json.loads(to_json())

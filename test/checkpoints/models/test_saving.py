@@ -216,3 +216,17 @@ def test_an_error_writes_nothing(tmp_path, block, change, message):
     with pytest.raises(ValueError, match=message):
         checkpoints.save(model, tmp_path / "a", mismatched_scales="keep", progress=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_is_saved_with_its_own_dtype_class_and_generation_config(tmp_path):
+    """As save_pretrained does. The config has the dtype that the model was made with, and perhaps no class."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=64, dtype="float32")
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    model.generation_config.eos_token_id = [2, 7]
+    quantize_(model.model, NVFP4WeightOnlyConfig())
+    checkpoints.save(model, tmp_path / "a", progress=False)
+    written = json.loads((tmp_path / "a/config.json").read_text())
+    assert written["dtype"] == "bfloat16" and written["architectures"] == ["LlamaForCausalLM"]
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "a").eos_token_id == [2, 7]
