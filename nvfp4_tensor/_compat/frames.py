@@ -27,7 +27,17 @@ def caller_frame_locals(function: str, file: str, depth: int | None = _MAX_DEPTH
     return None
 
 
-_PACKAGES = ("accelerate", "diffusers", "nvfp4_tensor", "peft", "torch", "torchao", "transformers")
+_PACKAGES = (
+    "accelerate",
+    "contextlib",
+    "copy",
+    "diffusers",
+    "nvfp4_tensor",
+    "peft",
+    "torch",
+    "torchao",
+    "transformers",
+)
 
 
 def user_level() -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Format, format_named, is_fp8_cache, read
 from nvfp4_tensor.checkpoints.wrappers import Renamed, WeightOnly
@@ -54,22 +54,20 @@ def convert(
         checkpoint: Checkpoint = WeightOnly(source) if weight_only else source
         renamed = cache_names(checkpoint, target)
         if omitted := [name for name, new in renamed.items() if not new]:
-            warnings.warn(
+            warn_user(
                 f"the scales of a quantized key-value cache are omitted ({some(omitted)}), because {to} has no place "
                 f"for those of {checkpoint.cache or 'a cache that the configuration does not describe'}: servers will "
                 "store the cache in 16 bits",
-                stacklevel=2,
             )
         if renamed:
             checkpoint = Renamed(checkpoint, renamed)
             checkpoint.cache = source.cache if checkpoint.stored else None
         if target.is_served and (different := different_scales(checkpoint)):
             names = some([" and ".join(group) for group in different])
-            warnings.warn(
+            warn_user(
                 f"{len(different)} groups of linears that servers join have different per-tensor scales: {names}. vLLM "
                 "uses the largest of a group for all its linears without rescaling, and computes wrong numbers: to "
                 "serve the model, quantize the dense model by checkpoints.quantize, which gives each group one scale",
-                stacklevel=2,
             )
         target.write(checkpoint, Path(dst), progress=progress, **options)
 

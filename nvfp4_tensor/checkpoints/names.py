@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.quantization.model_families import NOT_LINEAR
 from nvfp4_tensor.quantization.names import is_matched, joined_with, some
@@ -38,25 +37,22 @@ def warn_of_mixed_groups(checkpoint: Checkpoint) -> None:
     mixed = [names for names in groups.values() if any(entries[name].is_coded for name in names)]
     dense = [name for names in mixed for name in names if not entries[name].is_coded]
     if dense:
-        warnings.warn(
+        warn_user(
             f"{some(dense)} are dense, but linears that servers join them with are quantized, and vLLM raises an "
             "error: leave all of q, k and v dense, or none; likewise gate and up, and all experts of a layer",
-            stacklevel=2,
         )
     coded = [[name for name in names if entries[name].is_coded] for names in mixed]
     uneven = [each for each in coded if len({(entries[n].fp8, entries[n].quantizes_activations) for n in each}) > 1]
     if fp8 := [name for names in uneven for name in names if entries[name].fp8]:
-        warnings.warn(
+        warn_user(
             f"{some(fp8)} are FP8, and linears that servers join them with are quantized otherwise, so vLLM raises an "
             "error: quantize all of q, k and v alike; likewise gate and up, and all experts of a layer",
-            stacklevel=2,
         )
     w4 = [name for names in uneven if not set(names) & set(fp8) for name in names]
     if weight_only := [name for name in w4 if not entries[name].quantizes_activations]:
-        warnings.warn(
+        warn_user(
             f"{some(weight_only)} are weight-only (W4A16), but linears that servers join them with are W4A4, and vLLM "
             "raises an error: calibrate all of q, k and v, or none; likewise gate and up, and all experts of a layer",
-            stacklevel=2,
         )
 
 
@@ -70,20 +66,18 @@ def without_input_scale(entries: Mapping[str, Entry]) -> list[str]:
 def warn_of_missing_input_scales(path: Path, entries: Mapping[str, Entry]) -> None:
     """Warn if some W4A4 weights have an input scale and others do not, in formats that allow this."""
     if missing := without_input_scale(entries):
-        warnings.warn(
+        warn_user(
             f"{path}: {some(missing)} have no input scale, but other weights do: their activations are quantized by "
             "the amax of each call",
-            stacklevel=5,
         )
 
 
 def warn_of_lost_activations(path: Path, names: Sequence[str]) -> None:
     """Warn of weights whose file says to quantize activations to MXFP4."""
     if names:
-        warnings.warn(
+        warn_user(
             f"{path}: the activations of {some(names)} are MXFP4, which is not computed: their products are "
             "weight-only",
-            stacklevel=user_level(),
         )
 
 

@@ -7,7 +7,6 @@ import functools
 import math
 import re
 import sys
-import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.architectures import TRANSPOSED_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
 from nvfp4_tensor.checkpoints.io.safetensors import CHUNK
@@ -283,17 +283,15 @@ def plan_folder(source: Checkpoint, exclude: Sequence[str], include: Sequence[st
         f"{name} {list(plan[name].shape)} {source.entries[name].kind}" for name in plan.dense if plan[name].is_unfit
     ]
     if unfit:
-        warnings.warn(
+        warn_user(
             f"left dense, because NVFP4 needs bfloat16, float16 or float32 and columns in multiples of {BLOCK}: "
             f"{some(unfit)}",
-            stacklevel=4,
         )
     stacked = [f"{name} {list(plan[name].shape)}" for name in plan.dense if plan[name].reason == _STACKED]
     if stacked:  # they are most of the model
-        warnings.warn(
+        warn_user(
             f"experts in one tensor stay dense: {some(stacked)}. The format modelopt supports NVFP4 experts of gpt-oss "
             "and Llama 4; for other models, load the model with transformers and NVFP4TensorConfig, and save it",
-            stacklevel=4,
         )
     if not plan.quantized:
         raise ValueError(

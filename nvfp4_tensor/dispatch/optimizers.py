@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.dispatch.second_quantizer import holds_nvfp4
 
 _warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -29,10 +28,9 @@ def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _warned.add(optimizer)
     name = type(optimizer).__name__
     instead = "NVFP4AdamW" if "Adam" in name else f"NVFP4Optimizer(parameters, {name}, ...)"
-    warnings.warn(
+    warn_user(
         f"{name} quantizes NVFP4 weights again after each operation of its steps: small updates are lost, and weights "
         f"may diverge. Use nvfp4_tensor.training.{instead}, which rounds once, without bias",
-        stacklevel=user_level(),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
-from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.dispatch.table import aten, check_writable, contiguous_clone, implements, unsupported
 from nvfp4_tensor.dispatch.writes import write_codes, write_zeros
 from nvfp4_tensor.numerics import layout
@@ -111,10 +110,9 @@ def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     is_dense = not isinstance(source, NVFP4Tensor)
     if not isinstance(t, NVFP4Tensor):
         if isinstance(t, torch.nn.Parameter):
-            warnings.warn(
+            warn_user(
                 f"NVFP4 weights are decoded to {t.dtype}, because those of the model are dense: to keep them in NVFP4, "
                 "pass assign=True to load_state_dict, or quantize the model in the same way first",
-                stacklevel=user_level(),
             )
         return t.copy_(source.dequantize(t.dtype if t.dtype in HIGH_PRECISION_DTYPES else None))
     if is_dense:

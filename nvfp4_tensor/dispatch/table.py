@@ -7,13 +7,13 @@ turns that into NotImplemented for ``t *= 2`` and ``x @ t``, and Python would lo
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.dispatch.traces import check_write
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -155,10 +155,9 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
     result = func(*map(prepared, arguments, args), **{name: prepared(name, value) for name, value in kwargs.items()})
     if "lerp" in func._schema.name and not all(t.spec.is_stochastic for t, _ in written.values()):
-        warnings.warn(
+        warn_user(
             "an average that is rounded to 4 bits at each update (torch.optim.swa_utils.AveragedModel) hardly moves, "
             "since small changes round to nothing: average decoded weights, weight.dequantize(torch.float32)",
-            stacklevel=2,
         )
     for t, values in written.values():
         if values.shape != t.shape:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.emulation.blocks import BlockTensor
 from nvfp4_tensor.emulation.formats import FORMATS, BlockFormat
 from nvfp4_tensor.emulation.modes import CastMode, ComputeMode, ScaleMode
@@ -74,7 +73,7 @@ def cast(
         reason = _unsupported_reason(x, format)
         run = _by_torch if reason else _by_operators
         if reason:
-            warnings.warn(f"compute_mode 'native' {reason}: torch computes this cast", UserWarning, stacklevel=2)
+            warn_user(f"compute_mode 'native' {reason}: torch computes this cast")
     codes, scale, tensor_scale = run(x, format, mode, rounding, largest, rng_state)
     result = BlockTensor.of_codes(format, codes, scale, tensor_scale, x.dtype, packed=how == CastMode.COMPRESSED)
     return result.dequantize() if how == CastMode.VIRTUAL else result

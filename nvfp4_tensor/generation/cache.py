@@ -20,7 +20,6 @@ until there are more tokens, and a CUDA graph can write tokens (``ring.py``).
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.generation import attention  # registers "nvfp4" with transformers
 from nvfp4_tensor.generation.coded_states import CodedStates, StoredStates, append
 from nvfp4_tensor.generation.layer import Layer
@@ -139,10 +139,9 @@ class NVFP4CacheLayer(Layer):
             )
         keys, values = self._states
         if keys.stored and torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            warnings.warn(
+            warn_user(
                 "gradients do not reach the keys and values of earlier calls, which the cache keeps in 4 bits: give "
                 "the model all tokens in one call, with use_cache=False",
-                stacklevel=2,
             )
         self.length += key_states.shape[-2]
         if self.max_tokens is not None and self.length > self.room:

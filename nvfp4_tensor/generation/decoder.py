@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import warnings
 import weakref
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.generation import invariance
 from nvfp4_tensor.generation.cache_argument import CACHE, NAMES, cache_in
 from nvfp4_tensor.generation.choice import ROWS, Chooser, Sampling
@@ -142,7 +142,7 @@ class Decoder:
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(message, stacklevel=3)
+            warn_user(message)
 
     def own_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own forward."""

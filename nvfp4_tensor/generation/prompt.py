@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.generation.architectures import Block, Model
 from nvfp4_tensor.generation.capture import captured
 from nvfp4_tensor.generation.fixed_cache import FixedCache, buffers_of
@@ -171,7 +171,7 @@ class Prompts:
         try:
             return captured(run, device, self._pool)
         except Exception as error:  # of any kind: a model's router is its own code
-            warnings.warn(f"prompts are not captured by CUDA graphs, which are faster: {error}", stacklevel=2)
+            warn_user(f"prompts are not captured by CUDA graphs, which are faster: {error}")
             return run
 
     def _new(self, batch: int, count: int, padded: bool, like: tuple[list[Tensor], list[Tensor]]) -> _Static:

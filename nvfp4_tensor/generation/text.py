@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.choice import Chooser, Sampling
@@ -315,7 +315,7 @@ def _drop_tokens(cache: Any, kept: int) -> None:
             if (extra := int(layer.get_seq_length()) - kept) > 0:
                 layer.crop(-extra)
         except (AttributeError, RuntimeError):  # linear attention; full windows; static layers before transformers 5.24
-            warnings.warn("the cache has tokens of a text that ended with an error: reset() it", stacklevel=2)
+            warn_user("the cache has tokens of a text that ended with an error: reset() it")
             return
 
 

@@ -1,6 +1,7 @@
 """Which caller a hook finds, the line at which a warning is the user's, and what torch's caches are told of us."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,11 +33,19 @@ def test_the_nearest_caller_of_a_name_and_a_file():
     assert call(lambda: deeper(frames._MAX_DEPTH - 2)) is None
 
 
-@pytest.mark.parametrize("package, level", [("torch.nn", 3), ("peft", 3), ("torchvision", 2), ("mine", 2)])
+@pytest.mark.parametrize("package, level", [("torch.nn", 3), ("peft", 3), ("copy", 3), ("torchvision", 2), ("mine", 2)])
 def test_a_warning_names_the_first_line_outside_of_these_packages(package, level):
     """Of three frames: ours, which warns, its caller, and this test."""
     ours = functools.partial(caller_in("nvfp4_tensor.tensor"), frames.user_level)
     assert caller_in(package)(ours) == level
+
+
+def test_every_warning_but_those_of_an_import_names_the_line_of_the_user():
+    """A fixed number of frames is that of one caller: others warn at a line of ours."""
+    package = Path(frames.__file__).parents[1]
+    fixed = {str(path.relative_to(package)) for path in package.rglob("*.py") if "stacklevel" in path.read_text()}
+    at_import = {"integrations/serving.py", "integrations/transformers/__init__.py", "ops/native.py"}
+    assert fixed == {"_compat/frames.py", *at_import}
 
 
 def test_older_versions_of_torch_have_a_digest_of_our_code_in_their_cache_keys():

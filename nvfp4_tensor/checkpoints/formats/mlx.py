@@ -14,13 +14,13 @@ number, as for a per-tensor scale of 1: :data:`AMAX_OF_ONE`. Mode "mxfp4" can be
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK
 from nvfp4_tensor.checkpoints.formats.table import Layout, Number, Scheme, TableFormat
@@ -120,7 +120,7 @@ class MLX(TableFormat):
             ValueError: a weight needs ``lossy``, or cannot be stored; the message has its name.
         """
         if any(entry.quantizes_activations for entry in checkpoint.entries.values()):
-            warnings.warn("MLX does not quantize activations: their quantization is omitted", stacklevel=2)
+            warn_user("MLX does not quantize activations: their quantization is omitted")
         target = MLX(global_scale)
         target.check(checkpoint)
         super(MLX, target).write(_Represented(checkpoint, global_scale, lossy), path, progress=progress, **options)

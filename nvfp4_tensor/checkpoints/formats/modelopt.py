@@ -17,7 +17,6 @@ in config.json, or in both.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.architectures import TRANSPOSED_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import FP8_CACHE, Checkpoint, Entry, is_fp8_cache
 from nvfp4_tensor.checkpoints.formats import fp8
@@ -148,10 +147,9 @@ class ModelOpt(TableFormat):
     def check(self, checkpoint: Checkpoint) -> None:
         super().check(checkpoint)
         if dense := [name for name, each in checkpoint.entries.items() if each.fp8 == FP8Spec()]:
-            warnings.warn(
+            warn_user(
                 f"{some(dense)} in FP8 keep activations dense, and vLLM needs an input scale beside ModelOpt's FP8: "
                 "convert to compressed-tensors to serve the model",
-                stacklevel=user_level(),
             )
 
     def write(self, checkpoint: Checkpoint, path: Path, *, progress: bool = True, **options: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nvfp4_tensor._compat.frames import user_level
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.architectures import is_mask
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, chunks_of
 from nvfp4_tensor.checkpoints.formats import fp8
@@ -55,10 +54,9 @@ class FolderCheckpoint(Checkpoint):
             is_read = self.is_described or format.is_file
             self.quantization = format.quantization(folder, self.config) if is_read else {}
             if not self.is_described:
-                warnings.warn(
+                warn_user(
                     f"{path}: no configuration describes its NVFP4 weights: they are read as {format.name}, by their "
                     "names and shapes, and activations are quantized where there are input scales",
-                    stacklevel=user_level(),
                 )
             self.config.pop("quantization_config", None)
             self.cache = self.quantization.get("kv_cache_quant_algo") or self.quantization.get("kv_cache_scheme")
@@ -133,10 +131,9 @@ class FolderCheckpoint(Checkpoint):
             check_same(file, before, file.stat())
         if left_out:
             names = [str(file.relative_to(self.path)) for file in left_out]
-            warnings.warn(
+            warn_user(
                 f"{some(names)} of {self.path} are not copied, because they seem to be other copies of the weights: "
                 "copy them to the output if the model needs them",
-                stacklevel=5,
             )
 
     def dtype(self) -> torch.dtype:
@@ -189,8 +186,7 @@ def _modules(folder: Path) -> list[str]:
 def warn_of_nan(names: Sequence[str]) -> None:
     """Warn of weights with NaN blocks."""
     if names:
-        warnings.warn(
+        warn_user(
             f"{len(names)} weights have NaN blocks, {some(names)}, and vLLM raises an error for such a checkpoint: "
             "their source has NaN or infinity there, or is damaged",
-            stacklevel=3,
         )

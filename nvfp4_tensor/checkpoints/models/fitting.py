@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.quantizing import plan_folder
@@ -48,9 +48,8 @@ class Chosen(PlannedFilter):
         some_of = {name: files for name, files in names.items() if name in known and not quantized.isdisjoint(files)}
         self.files = {name: files for name, files in some_of.items() if quantized.issuperset(files)}
         if left := [name for name in some_of if name not in self.files]:
-            warnings.warn(
-                f"experts stay dense, because NVFP4 in the format {to} does not have all of a layer: {some(left)}",
-                stacklevel=2,
+            warn_user(
+                f"experts stay dense, because NVFP4 in the format {to} does not have all of a layer: {some(left)}"
             )
         first = {other: each.name for each in matrices for other in (each.name, *each.tied)}
         super().__init__(model, plan_model(model, matrices=matrices, selected=lambda name: first[name] in self.files))

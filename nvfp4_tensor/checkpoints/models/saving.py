@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
 from nvfp4_tensor.checkpoints.convert import different_scales
 from nvfp4_tensor.checkpoints.io.safetensors import write_json
@@ -171,11 +171,10 @@ class ModelCheckpoint(Checkpoint):
                 "mismatched_scales='requantize' gives them one"
             )
         if rounded:
-            warnings.warn(
+            warn_user(
                 f"requantizing {len(rounded)} groups of linears that servers join, because each group needs one "
                 f"per-tensor scale: {names}. One call of quantize_model or quantize_ for the whole model gives each "
                 "group one scale",
-                stacklevel=4,
             )
 
     def _requantized(self, name: str, parts: LinearParts) -> LinearParts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Chunk, PrefixChange, Split, WeightRenaming, WeightTransform
 from transformers.integrations.accelerate import load_offloaded_parameter
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.safetensors import write_json
@@ -134,7 +134,7 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
         if isinstance(parts, LinearParts) and nan_blocks(parts):
             with_nan.append(name)
     if with_nan:
-        warnings.warn(f"{some(with_nan)} have NaN blocks: vLLM cannot load such a checkpoint", stacklevel=2)
+        warn_user(f"{some(with_nan)} have NaN blocks: vLLM cannot load such a checkpoint")
     model.config.quantization_config = ModelOptConfig(**modelopt.flat_config(_NamedAsInFiles(model, checkpoint)))
     return tensors
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.logging import is_progress_bar_enabled
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
 from nvfp4_tensor.checkpoints.formats.table import entries_of
 from nvfp4_tensor.checkpoints.io.safetensors import Shards
@@ -199,6 +199,4 @@ def _check_patterns(model: nn.Module, matrices: Sequence[Matrix], patterns: Iter
     names = [*(name for name, _ in model.named_modules()), *(each.name.removesuffix(".weight") for each in matrices)]
     for pattern in patterns:
         if all(should_convert_module(name, [pattern]) for name in names):
-            warnings.warn(
-                f"modules_to_not_convert: {pattern!r} matches no module of {type(model).__name__}", stacklevel=2
-            )
+            warn_user(f"modules_to_not_convert: {pattern!r} matches no module of {type(model).__name__}")

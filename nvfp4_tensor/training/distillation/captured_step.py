@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from nvfp4_tensor._compat.cuda_graphs import capturing
+from nvfp4_tensor._compat.frames import warn_user
 
 _EAGER_STEPS = 3
 """Steps before the capture, on its stream: libraries allocate workspaces there, and the optimizer its state."""
@@ -123,10 +123,9 @@ class CapturedStep:
                 self._loss = self._step(batches)
             self._graph = graph
         except RuntimeError as error:
-            warnings.warn(
+            warn_user(
                 f"the model waits for the device ({str(error).splitlines()[0]}): distill launches its steps "
                 "one by one, which takes longer for small models",
-                stacklevel=2,
             )
 
     @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.weights.base import WeightOptimizer, check_dense, local_of, named
@@ -75,9 +75,7 @@ class NVFP4AdamW(WeightOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         self._store_norm()
         if self._in_backward is not None:
-            warnings.warn(
-                "the copy of an optimizer does not step in the backward: call its step_in_backward", stacklevel=3
-            )
+            warn_user("the copy of an optimizer does not step in the backward: call its step_in_backward")
         return super().__getstate__()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

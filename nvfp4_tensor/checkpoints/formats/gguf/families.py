@@ -7,13 +7,13 @@ settings are those that llama.cpp reads or fixes (as its sources say in llama-cp
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.architectures import GGUFArchitecture
 
 ROPE_TYPES = {
@@ -105,10 +105,7 @@ def check_family(config: dict[str, Any], architecture: GGUFArchitecture) -> None
     if name == "gpt-oss" and rope_type(config) == "yarn":
         _expect(name, rope, _YARN)
         if rope.get("truncate") is False:
-            warnings.warn(
-                "llama.cpp rounds the bounds of yarn's ramp, as with truncate true: a few frequencies differ",
-                stacklevel=2,
-            )
+            warn_user("llama.cpp rounds the bounds of yarn's ramp, as with truncate true: a few frequencies differ")
     if name == "granite":
         for key in _OWN[name]:
             if config.get(key) == 0:

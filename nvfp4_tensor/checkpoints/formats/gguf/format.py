@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.architectures import GGUF_ARCHITECTURES
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
 from nvfp4_tensor.checkpoints.formats import fp8
@@ -209,11 +209,10 @@ class _Writer:
             return source.fields
         path = source.path
         if path is None or not (path / "tokenizer.json").is_file():
-            warnings.warn(
+            warn_user(
                 f"{self.path.name} gets no tokenizer, because {path or 'a model in memory'} has none, so llama.cpp can "
                 "run it on tokens only: pass tokenizer=FOLDER to add one, or tokenizer=None to omit it without a "
                 "warning",
-                stacklevel=5,
             )
             return None
         return path

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.architectures import GGUF_ARCHITECTURES, GGUFArchitecture
 from nvfp4_tensor.checkpoints.formats.gguf.families import (
     FIXED,
@@ -80,7 +80,7 @@ def architecture_of(config: dict[str, Any]) -> GGUFArchitecture:
     check_family(config, architecture)
     window, length = config.get("sliding_window"), config.get("max_position_embeddings", 0)
     if architecture.name not in PERIODS and window and window < length and config.get("use_sliding_window", True):
-        warnings.warn(f"llama.cpp attends to all tokens, not only to the last {window}", stacklevel=2)
+        warn_user(f"llama.cpp attends to all tokens, not only to the last {window}")
     return architecture
 
 

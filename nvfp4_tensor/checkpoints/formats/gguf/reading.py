@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, chunks_of
 from nvfp4_tensor.checkpoints.formats.gguf.blocks import unpack_blocks, unpack_mxfp4
 from nvfp4_tensor.checkpoints.formats.gguf.families import LONG, SHORT, longrope_of
@@ -136,10 +136,9 @@ class GGUFCheckpoint(Checkpoint):
         try:
             tokenizer = tokenizer_of(self.path, self.fields)
         except (ImportError, ValueError, OSError, KeyError) as error:
-            warnings.warn(
+            warn_user(
                 f"the tokenizer of {self.path.name} is omitted, because it cannot be read ({error}): copy the model's "
                 "tokenizer.json and tokenizer_config.json to the output",
-                stacklevel=2,
             )
             return
         if tokenizer is not None:
