@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torchao.utils import fill_defaults
 
-from nvfp4_tensor._compat.frames import warn_user
-from nvfp4_tensor.dispatch.table import aten, check_writable, contiguous_clone, implements, unsupported
+from nvfp4_tensor._compat.frames import caller_frame_locals, warn_user
+from nvfp4_tensor.dispatch.table import HARDLY_MOVES, aten, check_writable, contiguous_clone, implements, unsupported
 from nvfp4_tensor.dispatch.writes import write_codes, write_zeros
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
@@ -117,6 +117,9 @@ def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
         return t.copy_(source.dequantize(t.dtype if t.dtype in HIGH_PRECISION_DTYPES else None))
     if is_dense:
         check_writable(func, t, new_scale=True)
+        # AveragedModel computes averages of a CPU in dense tensors, which it copies.
+        if not t.spec.is_stochastic and caller_frame_locals("update_parameters", "swa_utils.py") is not None:
+            warn_user(HARDLY_MOVES)
         source = quantized_like(t, source.expand(t.shape).to(t.device, t.dtype), t.spec)
     elif source.spec.hadamard_sign != t.spec.hadamard_sign:
         raise unsupported(func, "source and destination have different Hadamard transforms")

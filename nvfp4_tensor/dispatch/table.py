@@ -34,6 +34,11 @@ def unsupported(func: Op, why: str = "", instead: str = "dequantize() first") ->
     return UnsupportedError(f"{func} is not supported on an NVFP4Tensor{': ' + why if why else ''}; {instead}")
 
 
+HARDLY_MOVES = (
+    "an average that is rounded to 4 bits at each update (torch.optim.swa_utils.AveragedModel) hardly moves, since "
+    "small changes round to nothing: average decoded weights, weight.dequantize(torch.float32)"
+)
+
 IN_DDP = ", or DistributedDataParallel(nvfp4_tensor.distributed.prepare_ddp(model))"
 """The fix where DistributedDataParallel flattens, joins and broadcasts parameters."""
 
@@ -155,10 +160,7 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
 
     result = func(*map(prepared, arguments, args), **{name: prepared(name, value) for name, value in kwargs.items()})
     if "lerp" in func._schema.name and not all(t.spec.is_stochastic for t, _ in written.values()):
-        warn_user(
-            "an average that is rounded to 4 bits at each update (torch.optim.swa_utils.AveragedModel) hardly moves, "
-            "since small changes round to nothing: average decoded weights, weight.dequantize(torch.float32)",
-        )
+        warn_user(HARDLY_MOVES)
     for t, values in written.values():
         if values.shape != t.shape:
             raise unsupported(func, f"its shape {tuple(t.shape)} cannot be resized to {tuple(values.shape)}")

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from helpers.writes import BINARY, WRITES, linear_of, matrix
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchao.quantization import quantize_
 from torchao.testing import utils as torchao_tests
 
@@ -106,16 +107,19 @@ def test_writes_in_a_graph_and_in_inference_mode(write):
         assert BINARY[write](t, other) is t and torch.equal(t.dequantize(), quantize(expected).dequantize())
 
 
-def test_an_average_of_models_takes_quantized_weights_and_warns_that_it_hardly_moves():
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
+@pytest.mark.parametrize(
+    "of_models, of_tensors",
+    [(None, lambda a, b: a + (b - a) / 2), (get_ema_multi_avg_fn(0.75), lambda a, b: torch.lerp(a, b, 0.25))],
+    ids=["swa", "ema"],
+)
+def test_an_average_of_models_takes_quantized_weights_and_warns_that_it_hardly_moves(of_models, of_tensors):
     models = [torch.nn.Linear(64, 48) for _ in range(2)]
     for model in models:
         model.weight = torch.nn.Parameter(quantize(model.weight.detach()), requires_grad=False)
-    average = AveragedModel(models[0], multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    average = AveragedModel(models[0], multi_avg_fn=of_models)
     average.update_parameters(models[0])
-    expected = torch.lerp(average.module.weight.dequantize(), models[1].weight.dequantize(), 0.25)
-    bias = torch.lerp(models[0].bias, models[1].bias, 0.25)
+    expected = of_tensors(average.module.weight.dequantize(), models[1].weight.dequantize())
+    bias = of_tensors(models[0].bias, models[1].bias)
     with pytest.warns(UserWarning, match="average decoded weights"):
         average.update_parameters(models[1])
     assert torch.equal(average.module.weight.dequantize(), quantize(expected).dequantize())
