@@ -31,7 +31,7 @@ from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.generation import attention  # registers "nvfp4" with transformers
 from nvfp4_tensor.generation.coded_states import CodedStates, StoredStates, append
 from nvfp4_tensor.generation.layer import Layer
-from nvfp4_tensor.generation.ring import GraphBuffers, Ring
+from nvfp4_tensor.generation.ring import CodedBuffers, from_ring, to_ring
 from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 
@@ -61,10 +61,10 @@ class NVFP4CacheLayer(Layer):
             ``sink``, or a ``max_tokens`` below 1.
     """
 
-    _narrow_buffers: GraphBuffers | None = None
+    _narrow_buffers: CodedBuffers | None = None
     """What a graph reads and writes of the texts that go on, if others have ended."""
-    _ring: Ring | None = None
-    _spare: tuple[tuple[CodedStates, ...], Ring | None] = (), None
+    _ring: tuple[Tensor, Tensor] | None = None
+    _spare: tuple[tuple[CodedStates, ...], tuple[Tensor, Tensor] | None] = (), None
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class NVFP4CacheLayer(Layer):
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise ValueError(f"max_tokens must be a number of tokens, 1 or more, got {max_tokens!r}")
         self.recent, self.sink, self.rotate_keys, self.max_tokens = recent, sink, rotate_keys, max_tokens
-        self.room = max_tokens or 0
+        self.capacity = max_tokens or 0
         """The tokens that codes have room for without moving, with ``max_tokens``."""
         self._reset()
 
@@ -120,7 +120,7 @@ class NVFP4CacheLayer(Layer):
         self.batch, self.heads = key_states.shape[0], key_states.shape[1]
         self._pair = CodedStates(key_states, self.rotate_keys), CodedStates(value_states)
         for states, old in zip(self._pair, self._spare[0] or (None, None), strict=True):
-            states.reserve(self.room, old)
+            states.reserve(self.capacity, old)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (batch, heads, tokens, head_dim). Return all of them (batch, heads, length, head_dim).
@@ -144,7 +144,7 @@ class NVFP4CacheLayer(Layer):
                 "the model all tokens in one call, with use_cache=False",
             )
         self.length += key_states.shape[-2]
-        if self.max_tokens is not None and self.length > self.room:
+        if self.max_tokens is not None and self.length > self.capacity:
             self._make_room()
         key_front, new_keys = keys.to_front(key_states, self.sink)
         value_front, new_values = values.to_front(value_states, self.sink)
@@ -162,10 +162,10 @@ class NVFP4CacheLayer(Layer):
 
     def _make_room(self) -> None:
         """Move the codes to where there is room for twice the tokens, or for :data:`LARGEST_GROWTH` more."""
-        while self.room < self.length:
-            self.room += min(max(self.room, 1), LARGEST_GROWTH)
+        while self.capacity < self.length:
+            self.capacity += min(max(self.capacity, 1), LARGEST_GROWTH)
         for states in self._pair:
-            states.reserve(self.room)
+            states.reserve(self.capacity)
 
     def _all(self, fronts: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return keys and values: the first tokens, those in codes, and ``fresh``."""
@@ -186,45 +186,46 @@ class NVFP4CacheLayer(Layer):
     @property
     def is_steady(self) -> bool:
         """Whether a graph can write the next token: dense tokens are complete, and there is room without moving."""
-        if self.max_tokens is None or not self.recent or not self.is_initialized or self.length >= self.room:
+        if self.max_tokens is None or not self.recent or not self.is_initialized or self.length >= self.capacity:
             return False
-        if self._ring is not None:
-            return True
-        return all(
-            (each.front.shape[2], each.latest.shape[2]) == (self.sink, self.recent) and each.codes.shape[2] >= self.room
+        return self._ring is not None or all(
+            (each.front.shape[2], each.latest.shape[2]) == (self.sink, self.recent)
+            and each.codes.shape[2] >= self.capacity
             for each in self._pair
         )
 
-    def graph_buffers(self) -> GraphBuffers:
+    def step_buffers(self) -> CodedBuffers:
         """Return what a graph reads and writes, after moving the latest tokens into a ring. The layer is steady."""
         if self._narrow_buffers is not None:
             return self._narrow_buffers
         keys, values = self._pair
         if self._ring is None:
-            self._ring = Ring(keys.latest, values.latest, self.length - self.sink, self._spare[1])
+            position, (old_keys, old_values) = self.length - self.sink, self._spare[1] or (None, None)
+            self._ring = to_ring(keys.latest, position, old_keys), to_ring(values.latest, position, old_values)
             self._spare = (), self._ring
-        return GraphBuffers(keys, values, self._ring, self.spec.pack(), self.sink, self.recent)
+        front = (keys.front, values.front) if self.sink else ()
+        coding = self.spec.pack(), keys.rotation is not None
+        return CodedBuffers((*keys.coded, *values.coded), front, self._ring, coding, self.sink, self.recent)
 
     @property
-    def by_text(self) -> list[Tensor]:
+    def by_text(self) -> tuple[Tensor, ...]:
         """What there is of each text (batch, ...), in a graph."""
-        buffers = self.graph_buffers()
-        return [*buffers.coded, buffers.keys.front, buffers.values.front, buffers.ring.keys, buffers.ring.values]
+        return self.step_buffers().by_text
 
     def narrow(self, narrowed: Any) -> None:
         """Let graphs read and write some texts only, or all."""
         self.narrowed, self._narrow_buffers = narrowed, None
         if narrowed is not None:
-            self._narrow_buffers = self.graph_buffers().first(narrowed.rows)
+            self._narrow_buffers = self.step_buffers().first(narrowed.rows)
 
     def _settle(self) -> None:
         """Take the latest tokens out of the ring."""
         self._undo_narrowing()
         if self._ring is None:
             return
-        latest = self._ring.latest(self.length - self.sink)
-        for states, x in zip(self._pair, latest, strict=True):
-            states.latest, states.stored = x, self.length - self.sink - self.recent
+        for states, ring in zip(self._pair, self._ring, strict=True):
+            states.latest = from_ring(ring, self.length - self.sink)
+            states.stored = self.length - self.sink - self.recent
         self._ring = None
 
     @property

@@ -20,12 +20,11 @@ from nvfp4_tensor.generation.ended_texts import Endings, Narrowed, narrow, narro
 from nvfp4_tensor.generation.fixed_cache import (
     Buffers,
     FixedCache,
-    append_one,
+    append,
     batch_of,
-    dtype_of,
-    has_buffers,
-    has_codes,
+    capacity_of,
     length_of,
+    takes_steps,
 )
 from nvfp4_tensor.generation.plan import Plan
 from nvfp4_tensor.generation.runner import Runner, addresses_of
@@ -211,7 +210,7 @@ class Decoder:
         runner = self.launch(cache, input_ids, position, position_ids, padding)
         if runner is None:
             return None
-        append_one(cache)
+        append(cache)
         logits = runner.logits[: len(input_ids)]
         logits = logits.clone() if narrowed is None else narrowed.spread(logits)
         return self._output(logits[:, None], cache)
@@ -265,7 +264,7 @@ class Decoder:
     def runner(
         self, cache: Any, chooser: Chooser | None = None, position: int = 0, padding: Padding | None = None
     ) -> Runner | None:
-        """Return the runner for the cache's buffers, which is made and captured the first time, or None.
+        """Return the runner for the buffers of a cache that takes steps, made and captured the first time, or None.
 
         It is that of the last plan, which may not hold any more.
         """
@@ -277,15 +276,15 @@ class Decoder:
             return None
         if plan.description is None and (padded or type(cache) is not FixedCache):
             return None
-        if has_codes(cache) and not plan.reads_codes:
+        if type(cache) is FixedCache:
+            cache.reserve(position + 1)
+        elif not plan.reads_codes or position >= capacity_of(cache):
             return None
-        if has_codes(cache) and padding is not None and padding.most > position - cache.layers[0].recent:
+        elif padding is not None and padding.most > position - cache.layers[0].recent:
             # The latest tokens are in a ring, where attention has no start.
             self._warn_that(
                 f"a padded text has fewer tokens than the {cache.layers[0].recent} that a cache keeps dense"
             )
-            return None
-        if not plan.has_room(cache, position):
             return None
         now = (weakref.ref(cache), cache.moves, chooser, padded, plan) if type(cache) is FixedCache else None
         if now is not None and self._latest is not None and self._latest[0] == now:
@@ -325,11 +324,11 @@ class Decoder:
         return Chooser(sampling, batch, count, device, self.rows)
 
     def takes(self, cache: Any) -> bool:
-        """Return whether a runner can write to the cache: it has buffers, or codes, of the model's dtype and device."""
-        if not (has_buffers(cache) or has_codes(cache)):
+        """Return whether a runner can write to the cache, of the model's dtype and device."""
+        if not takes_steps(cache):
             return False
-        plan, device = self._plan, cache.layers[0].device
-        return plan is None or (plan.device, plan.dtype) == (device, dtype_of(cache))
+        plan, layer = self._plan, cache.layers[0]
+        return plan is None or (plan.device, plan.dtype) == (layer.device, layer.dtype)
 
     def _is_plain(self, input_ids: Any, cache: Any, others: dict[str, Any]) -> bool:
         """Return whether the call is about tokens on the model's device, and requests only logits."""

@@ -78,7 +78,7 @@ class Narrowed:
 
 
 def narrow(cache: Any, ended: Sequence[bool]) -> list[int] | None:
-    """Leave out rows of a cache with buffers of ours, or with codes, if half of them are of texts that have ended.
+    """Leave out rows of a cache that takes steps, if half of them are of texts that have ended.
 
     Rows are halved, so that graphs for as many serve later calls, too.
 
@@ -88,8 +88,6 @@ def narrow(cache: Any, ended: Sequence[bool]) -> list[int] | None:
     Returns:
         The rows in which the texts of the new rows were before; None if nothing has changed.
     """
-    if not hasattr(cache.layers[0], "narrow"):  # transformers' static cache
-        return None
     narrowed = narrowed_of(cache) or Narrowed(cache.layers, len(ended))
     going_on, rows = max(len(ended) - sum(ended), 1), narrowed.rows
     while rows > 1 and going_on <= (rows + 1) // 2:

@@ -9,7 +9,6 @@ at index p; windows are a matter of attention.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +26,7 @@ from transformers.cache_utils import (
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.ended_texts import Narrowed, narrowed_of
 from nvfp4_tensor.generation.layer import Layer
-from nvfp4_tensor.generation.ring import GraphBuffers
+from nvfp4_tensor.generation.ring import DenseBuffers
 
 GROWTH = 256
 """The number of tokens of a cache is a multiple of this one."""
@@ -36,7 +35,6 @@ ROOM = 4096
 
 
 _MOVES, _CAPACITY, _IS_INITIALIZED = map(attrgetter, ("moves", "capacity", "is_initialized"))
-_STATIC = {StaticLayer, StaticSlidingWindowLayer}
 
 
 class Buffers:
@@ -91,11 +89,12 @@ class FixedLayer(Layer):
         self._pair = pair
         self.moves += 1
 
-    @property
-    def whole_buffers(self) -> tuple[Tensor, Tensor]:
-        """The buffers with the rows behind the texts that make them a multiple of ``rows``."""
+    def step_buffers(self) -> DenseBuffers:
+        """Return the buffers with the rows behind the texts that make them a multiple of ``rows``."""
         assert self.buffers is not None
-        return self.buffers if self.rows is None else self._first(_multiple(len(self.buffers[0]), self.rows))
+        if self.rows is None:
+            return DenseBuffers(*self.buffers)
+        return DenseBuffers(*self._first(_multiple(len(self.buffers[0]), self.rows)))
 
     def _first(self, rows: int) -> tuple[Tensor, Tensor]:
         assert self._pair is not None
@@ -235,11 +234,6 @@ class FixedCache(Cache):
         """How often buffers were replaced."""
         return sum(map(_MOVES, self.layers))
 
-    def append(self, count: int) -> None:
-        """Count tokens that were written into the buffers of all layers."""
-        for layer in self.layers:
-            layer.length += count
-
     def of_text(self, row: int, length: int) -> FixedCache:
         """Return a cache of one text's first tokens, in the same memory, which has room where this one has."""
         one = FixedCache(len(self.layers), 1)
@@ -247,12 +241,12 @@ class FixedCache(Cache):
             its.dtype, its.device, its.capacity = layer.dtype, layer.device, layer.capacity
             its.buffers = tuple(t[row : row + 1] for t in layer.buffers)
             its.is_initialized, its.batch = True, 1
-        one.append(length)
+        append(one, length)
         return one
 
     def reserve(self, length: int) -> None:
         """Move all layers to larger buffers if these have no room for ``length`` tokens."""
-        if length > self.layers[0].capacity:
+        if length > capacity_of(self):
             for layer in self.layers:
                 layer.reserve(length)
 
@@ -285,10 +279,6 @@ def static_view(cache: FixedCache) -> Cache:
     return Cache(layers=layers)
 
 
-_OF_CODES = (Cache, DynamicCache)
-"""Types of caches whose layers are those of ``nvfp4_cache``."""
-
-
 def keeps_all_keys(config: PreTrainedConfig) -> bool:
     """Return whether all layers of the model attend to keys and values, which a FixedCache can keep."""
     layers = StaticCache(config.get_text_config(decoder=True), 1).layers
@@ -297,53 +287,34 @@ def keeps_all_keys(config: PreTrainedConfig) -> bool:
     return "chunked_attention" not in (getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
-def has_buffers(cache: Any) -> bool:
-    """Return whether the cache, ours or the static one of transformers, has buffers that a step can write to."""
-    if type(cache) not in (FixedCache, StaticCache) or not cache.layers or cache.offloading:
-        return False
-    return {*map(type, cache.layers)} <= {FixedLayer, *_STATIC} and all(map(_IS_INITIALIZED, cache.layers))
-
-
-def has_codes(cache: Any) -> bool:
-    """Return whether the cache is one of codes, of one kind in all layers, to which a CUDA graph can append a token."""
+def takes_steps(cache: Any) -> bool:
+    """Return whether a step can append a token: a FixedCache with tokens, or codes of one kind in all layers."""
+    layers: list[Any] = cache.layers
+    if type(cache) is FixedCache:
+        return all(map(_IS_INITIALIZED, layers))
     return (
-        type(cache) in _OF_CODES
-        and bool(cache.layers)
+        type(cache) in (Cache, DynamicCache)
+        and bool(layers)
         and not cache.offloading
-        and all(type(each) is NVFP4CacheLayer and each.is_steady for each in cache.layers)
-        and all(each.kind == cache.layers[0].kind for each in cache.layers)  # type: ignore[union-attr]
+        and all(type(each) is NVFP4CacheLayer and each.is_steady for each in layers)
+        and all(each.kind == layers[0].kind for each in layers)
     )
 
 
-def graph_buffers_of(cache: Any) -> list[GraphBuffers]:
-    """Return what a CUDA graph reads and writes of each layer of a cache of codes."""
-    return [each.graph_buffers() for each in cache.layers]
-
-
-def dtype_of(cache: Any) -> torch.dtype:
-    """Return the dtype of the keys. Static layers of transformers 5.24 and later do not name it."""
-    layers: list[Any] = cache.layers
-    dtype: torch.dtype = layers[0].keys.dtype if type(cache) is StaticCache else layers[0].dtype
-    return dtype
+def buffers_of(cache: Any) -> list[Any]:
+    """Return what a step reads and writes of each layer."""
+    return [each.step_buffers() for each in cache.layers]
 
 
 def batch_of(cache: Any) -> int:
-    """Return the number of texts in a cache that has buffers, or codes."""
-    layers: list[Any] = cache.layers
-    if (narrowed := narrowed_of(cache)) is not None:
-        return narrowed.rows
-    batch: int = layers[0].keys.shape[0] if type(cache) is StaticCache else layers[0].batch
+    """Return the number of texts that a step appends to."""
+    batch: int = cache.layers[0].batch if (narrowed := narrowed_of(cache)) is None else narrowed.rows
     return batch
 
 
 def capacity_of(cache: Any) -> int:
-    """Return the number of tokens that all layers of the cache have room for."""
-    layers: list[Any] = cache.layers
-    if type(cache) in _OF_CODES:
-        return min(each.room for each in layers)
-    if type(cache) is FixedCache:
-        return min(map(_CAPACITY, layers))
-    return min(each.max_cache_len for each in layers)
+    """Return the number of tokens that all layers have room for."""
+    return min(map(_CAPACITY, cache.layers))
 
 
 def length_of(cache: Any) -> int:
@@ -352,40 +323,7 @@ def length_of(cache: Any) -> int:
     return 0 if first is None else int(first.get_seq_length())
 
 
-def buffers_of(cache: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the keys and values of a cache, (batch, heads, capacity, head_dim) per layer, for a step."""
-    if type(cache) is FixedCache:
-        return [each.whole_buffers[0] for each in cache.layers], [each.whole_buffers[1] for each in cache.layers]
-    return [each.keys for each in cache.layers], [each.values for each in cache.layers]
-
-
-def slides(cache: Any, position: int, windows: Sequence[int]) -> bool:
-    """Return whether transformers' sliding layers that hold a full window make room for ``position`` in a static cache.
-
-    Args:
-        windows: of each layer, what a step sees of it (0: all).
-    """
-    layers: list[Any] = cache.layers
-    return type(cache) is StaticCache and all(
-        position < each.max_cache_len or (each.is_sliding and window == each.max_cache_len)
-        for each, window in zip(layers, windows, strict=True)
-    )
-
-
-def _is_full(layer: Any) -> bool:
-    """Return whether the layer moves: transformers then counts its tokens on the host only."""
-    return layer.is_sliding and layer.cumulative_length_int >= layer.max_cache_len
-
-
-def append_one(cache: Any) -> None:
-    """Count one token that a step wrote into the buffers."""
-    layers: list[Any] = cache.layers
-    if type(cache) is not StaticCache:
-        for each in layers:
-            each.length += 1
-        return
-    if lengths := [each.cumulative_length for each in layers if not _is_full(each)]:
-        torch._foreach_add_(lengths, 1)
-    for each in layers:
-        if each.is_sliding:
-            each.cumulative_length_int += 1
+def append(cache: Any, count: int = 1) -> None:
+    """Count tokens that were written into the buffers of all layers."""
+    for each in cache.layers:
+        each.length += count

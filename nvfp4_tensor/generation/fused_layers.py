@@ -1,7 +1,7 @@
 """All blocks of a described model for one token of each text as one operator: on a CPU, and on Hopper for one text.
 
-    layers = CpuLayers(describe(model))
-    hidden = layers(x, place, rotations, keys, values)
+    layers = CpuLayers(flatten(describe(model)), buffers)
+    hidden = layers(x, place, rotations)
 
 A CPU's operator reads a list of tensors and two tables of numbers; ``ops/composite/decode_step.py`` has their layout.
 That of Hopper takes a Llama, with a dense cache or one of codes (``ops/composite/decode_layers.py``).
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.generation.architectures import Block, Linear, Model, Norm
-from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, Place
+from nvfp4_tensor.generation.ring import CodedBuffers, DenseBuffers, Place, StepBuffers
 from nvfp4_tensor.numerics.layout import TILE_ROWS
 from nvfp4_tensor.ops.composite.decode_step import KINDS, NUMBERS, PARTS, WEIGHTS, NormStyle
 from nvfp4_tensor.ops.composite.step import Activation
@@ -72,25 +72,20 @@ def flatten(model: Model) -> StepArguments:
 
 
 class CpuLayers:
-    """All blocks and the last norm of a described model as one operator, on a CPU."""
+    """All blocks and the last norm of a described model as one operator, on a CPU, with the buffers of one cache."""
 
-    def __init__(self, model: Model) -> None:
-        self._arguments = flatten(model)
+    def __init__(self, arguments: StepArguments, buffers: Sequence[DenseBuffers]) -> None:
+        self._arguments = *arguments, [each.keys for each in buffers], [each.values for each in buffers]
 
-    def __call__(
-        self, x: Tensor, place: Place, rotations: Sequence[Rotation], keys: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> Tensor:
+    def __call__(self, x: Tensor, place: Place, rotations: Sequence[Rotation]) -> Tensor:
         """Return the hidden states (B, D) after the last norm of embedded tokens x (B, D).
 
         Args:
             place: where the tokens are written.
             rotations: for each of the model's rotary embeddings.
-            keys, values: per layer (B, kv_heads, length, head_dim).
         """
         cos, sin = ([pair[i] for pair in rotations] for i in range(2))
-        hidden: Tensor = torch.ops.nvfp4.decode_step(
-            x, *self._arguments, keys, values, cos, sin, int(place.position), place.starts
-        )
+        hidden: Tensor = torch.ops.nvfp4.decode_step(x, *self._arguments, cos, sin, int(place.position), place.starts)
         return hidden
 
 
@@ -184,46 +179,36 @@ class FusedLayers:
 
     Args:
         model: a model for which :func:`fits` is True.
-        keys, values: per layer (1, kv_heads, length, head_dim), or both what a step reads and writes of a cache of
-            codes.
+        buffers: of each layer, for one text.
     """
 
-    def __init__(self, model: Model, keys: Sequence[Buffer], values: Sequence[Buffer]) -> None:
+    def __init__(self, model: Model, buffers: Sequence[StepBuffers]) -> None:
         first = model.blocks[0]
-        self.weights = _weights(model)
         self.constants = model.norm.eps, first.numbers["scaling"]
         self.rotary = first.kinds["rotary"]
-        tensors, self.coding = _cache(keys, values)
-        self.plan: Tensor = torch.ops.nvfp4.decode_layers_plan(model.norm.weight, *self.weights, *tensors)
+        cache, self.coding = _cache(buffers)
+        self.tensors = *_weights(model), *cache
+        self.plan: Tensor = torch.ops.nvfp4.decode_layers_plan(model.norm.weight, *self.tensors)
 
     @classmethod
-    def of(cls, model: Model, keys: Sequence[Buffer], values: Sequence[Buffer]) -> FusedLayers | None:
+    def of(cls, model: Model, buffers: Sequence[StepBuffers]) -> FusedLayers | None:
         """Return the layers as one kernel, or None where there is none for the model, the buffers or the device."""
-        first = keys[0] if isinstance(keys[0], Tensor) else keys[0].ring.keys
+        first = buffers[0].dense[0]
         if not fits(model) or first.shape[0] != 1 or not first.is_cuda:
             return None
-        layers = cls(model, keys, values)
+        layers = cls(model, buffers)
         return layers if layers.plan.numel() else None
 
-    def __call__(
-        self,
-        x: Tensor,
-        place: Place,
-        rotations: Sequence[Rotation],
-        keys: Sequence[Buffer],
-        values: Sequence[Buffer],
-    ) -> Tensor:
+    def __call__(self, x: Tensor, place: Place, rotations: Sequence[Rotation]) -> Tensor:
         """Return the hidden states (1, D) after the last norm of one embedded token x (1, D).
 
         Args:
             place: of the token, whose position is less than the length of the buffers; without ``starts``.
             rotations: cos and sin (1, head_dim) for each of the model's rotary embeddings.
-            keys, values: those that this object was made for.
         """
         cos, sin = (each.flatten() for each in rotations[self.rotary])
-        tensors, _ = _cache(keys, values)
         hidden: Tensor = torch.ops.nvfp4.decode_layers(
-            x, self.plan, *self.weights, *tensors, cos, sin, place.position, *self.constants, *self.coding
+            x, self.plan, *self.tensors, cos, sin, place.position, *self.constants, *self.coding
         )
         return hidden
 
@@ -255,15 +240,12 @@ def fits(model: Model) -> bool:
     )
 
 
-def _cache(keys: Sequence[Buffer], values: Sequence[Buffer]) -> tuple[tuple[Sequence[Tensor], ...], tuple[int, bool]]:
+def _cache(buffers: Sequence[StepBuffers]) -> tuple[tuple[list[Tensor], ...], tuple[int, bool]]:
     """Return keys, values, codes and front, and how codes are made, as arguments of ``nvfp4::decode_layers``."""
-    layers = [each for each in keys if isinstance(each, GraphBuffers)]
-    if not layers:
-        return (keys, values, [], []), (0, False)  # type: ignore[return-value]
-    codes = [t for each in layers for t in each.coded]
-    front = [t for each in layers if each.sink for t in (each.keys.front, each.values.front)]
-    ring = [each.ring.keys for each in layers], [each.ring.values for each in layers]
-    return (*ring, codes, front), (layers[0].spec, layers[0].is_rotated)
+    coded = [each for each in buffers if isinstance(each, CodedBuffers)]
+    codes, front = [t for each in coded for t in each.coded], [t for each in coded for t in each.front]
+    keys, values = ([each.dense[i] for each in buffers] for i in range(2))
+    return (keys, values, codes, front), (coded[0].coding if coded else (0, False))
 
 
 def _weights(model: Model) -> tuple[list[Tensor], ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.generation.cache_argument import cache_argument
-from nvfp4_tensor.generation.fixed_cache import FixedCache
+from nvfp4_tensor.generation.fixed_cache import FixedCache, append
 from nvfp4_tensor.generation.plan import Plan
 from nvfp4_tensor.numerics.choices import FP8Activations
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
@@ -99,7 +99,7 @@ def read(
         if whole is None:
             whole = logits.new_zeros((batch, kept, logits.shape[-1]))
         whole[row, kept - logits.shape[1] :] = logits[0]
-    cache.append(count)
+    append(cache, count)
     assert whole is not None
     return whole
 

@@ -14,17 +14,13 @@ from nvfp4_tensor.generation.families import describe, family_of
 from nvfp4_tensor.generation.fixed_cache import (
     FixedCache,
     buffers_of,
-    capacity_of,
-    graph_buffers_of,
-    has_codes,
     keeps_all_keys,
-    slides,
     static_view,
 )
-from nvfp4_tensor.generation.fused_layers import CpuLayers, FusedLayers
+from nvfp4_tensor.generation.fused_layers import CpuLayers, FusedLayers, StepArguments, flatten
 from nvfp4_tensor.generation.model_state import ModelState, check_modules, unsupported_reason
 from nvfp4_tensor.generation.prompt import Prompts, fits
-from nvfp4_tensor.generation.ring import Place
+from nvfp4_tensor.generation.ring import DenseBuffers
 from nvfp4_tensor.generation.token_step import Rotation, TokenStep
 from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
@@ -62,7 +58,7 @@ class Plan:
         self.model = model
         self.description: Model | None = None
         self.reason: str | None = None
-        self._layers: CpuLayers | FusedLayers | None = None
+        self._arguments: StepArguments | None = None
         self._tables: dict[int, _Table] = {}
         modules = {name or type(model).__name__: each for name, each in model.named_modules(remove_duplicate=False)}
         self.device = _single_device(model)
@@ -77,7 +73,7 @@ class Plan:
                     raise
                 self.reason = str(error)
         if on_cpu and self.description is not None and not _needs_operators(modules):
-            self._layers = CpuLayers(self.description)
+            self._arguments = flatten(self.description)
         if self.description is None:
             _check_own_forward(model, modules)
         else:
@@ -102,7 +98,7 @@ class Plan:
     @property
     def takes_one_operator(self) -> bool:
         """Whether one operator of a CPU is the native step, whose rotations are looked up."""
-        return self._layers is not None
+        return self._arguments is not None
 
     def rotations(self, positions: Tensor) -> list[Rotation]:
         """Return cos and sin (B, rotary) of positions (B, 1) for each of the model's rotary embeddings."""
@@ -112,7 +108,7 @@ class Plan:
     def _rotation(self, index: int, rotary: Rotary, positions: Tensor) -> Rotation:
         assert self.description is not None
         like = self.description.norm.weight
-        if self._layers is None or rotary.changes:
+        if self._arguments is None or rotary.changes:
             cos, sin = rotary.cos_sin(like, positions)
             return cos.flatten(0, 1), sin.flatten(0, 1)
         table, last = self._tables.get(index), int(positions.max())
@@ -134,21 +130,13 @@ class Plan:
     @property
     def reads_prompts(self) -> bool:
         """Whether ``prompts`` read them as the model's forward does."""
-        return self._layers is None and self.description is not None and fits(self.description)
-
-    def has_room(self, cache: Any, position: int) -> bool:
-        """Return whether a step can append the token at ``position`` to all layers of a cache."""
-        if position < capacity_of(cache):
-            return True
-        if self._layers is None or self.description is None:
-            return False
-        return slides(cache, position, [each.kinds["window"] for each in self.description.blocks])
+        return self._arguments is None and self.description is not None and fits(self.description)
 
     @property
     def reads_codes(self) -> bool:
         """Whether the native step can attend to a cache of codes: without windows and sinks."""
         return (
-            self._layers is None
+            self._arguments is None
             and self.description is not None
             and not any(each.kinds["window"] or "sinks" in each.parts for each in self.description.blocks)
         )
@@ -165,22 +153,20 @@ class Plan:
     def _bind_native(self, cache: Any, padded: bool, texts: slice | None) -> tuple[Step, Any]:
         """Bind the step of the description to a cache, dense or of codes."""
         assert self.description is not None
-        codes = graph_buffers_of(cache) if has_codes(cache) else None
-        keys: Any
-        values: Any
-        keys, values = buffers_of(cache) if codes is None else (codes, codes)
+        buffers = buffers_of(cache)
         if texts is not None:
-            keys, values = ([t[texts] for t in each] for each in (keys, values))
-        fused = self._layers
-        if fused is None and not padded:
-            fused = FusedLayers.of(self.description, keys, values)
+            buffers = [DenseBuffers(*(t[texts] for t in each)) for each in buffers]
+        fused: CpuLayers | FusedLayers | None = None
+        if self._arguments is not None:
+            fused = CpuLayers(self._arguments, buffers)
+        elif not padded:
+            fused = FusedLayers.of(self.description, buffers)
 
         def step(tokens: Tensor, position: Tensor, starts: Tensor | None, positions: Tensor, rotations: Any) -> Tensor:
             rotations = self.rotations(positions) if rotations is None else rotations
-            place = Place(position, starts) if codes is None else codes[0].place_of(position, starts)
-            return self._step(tokens.flatten(), place, rotations, keys, values, fused)
+            return self._step(tokens.flatten(), buffers[0].place_of(position, starts), rotations, buffers, fused)
 
-        return step, fused
+        return step, fused.plan if isinstance(fused, FusedLayers) else None
 
     def _bind_own(self, cache: FixedCache) -> tuple[Step, Any]:
         """Bind the model's own forward to a cache, whose length only a graph knows."""

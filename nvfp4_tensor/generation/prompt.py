@@ -17,7 +17,8 @@ from torch import Tensor
 from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.generation.architectures import Block, Model
 from nvfp4_tensor.generation.capture import captured
-from nvfp4_tensor.generation.fixed_cache import FixedCache, buffers_of
+from nvfp4_tensor.generation.fixed_cache import FixedCache, append, buffers_of
+from nvfp4_tensor.generation.ring import DenseBuffers
 from nvfp4_tensor.generation.token_step import Rotation, Sum, TokenStep, head_norms, rotation_of
 from nvfp4_tensor.matmul.backends import FP8_ROWS
 from nvfp4_tensor.ops.composite.step import normed_and_rotated
@@ -40,14 +41,14 @@ class Prompt:
 
     def __init__(
         self,
-        buffers: tuple[Sequence[Tensor], Sequence[Tensor]],
+        buffers: Sequence[DenseBuffers],
         first: int,
         count: int,
         rotations: Sequence[Rotation],
         starts: Tensor | None,
     ) -> None:
-        (self.keys, self.values), self.first, self.count, self.starts = buffers, first, count, starts
-        self.batch = self.keys[0].shape[0]
+        self.buffers, self.first, self.count, self.starts = buffers, first, count, starts
+        self.batch = buffers[0].keys.shape[0]
         self.rotations: list[Any] = [[t.expand(self.batch, -1, -1).flatten(0, 1) for t in pair] for pair in rotations]
         self._masks: dict[int, Tensor | None] = {}
 
@@ -57,11 +58,11 @@ class Prompt:
         parts = normed_and_rotated(qkv, *head_norms(block), *rotation_of(block, self.rotations), heads, kv_heads, dim)
         q, k, v = (t.view(self.batch, self.count, -1, dim).transpose(1, 2) for t in parts)
         last = self.first + self.count
-        for buffer, new in ((self.keys[layer], k), (self.values[layer], v)):
+        for buffer, new in zip(self.buffers[layer], (k, v), strict=True):
             buffer[:, :, self.first : last] = new
         mask = self._mask(block.kinds["window"])
         if self.first:
-            k, v = self.keys[layer][:, :, :last], self.values[layer][:, :, :last]
+            k, v = (each[:, :, :last] for each in self.buffers[layer])
         if mask is not None and heads != kv_heads:
             k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))  # no fast kernel has both
         y = torch.nn.functional.scaled_dot_product_attention(
@@ -75,7 +76,7 @@ class Prompt:
         if not self.first and self.starts is None and (not window or last <= window):
             return None
         if window not in self._masks:
-            keys = torch.arange(last, device=self.keys[0].device)
+            keys = torch.arange(last, device=self.buffers[0].keys.device)
             queries = keys[self.first :, None]
             seen = keys <= queries
             if window:
@@ -101,7 +102,7 @@ class Prompts:
         self.model, self.pads = step.model, pads
         self._step, self._step_of_many_rows = step, TokenStep(step.model, is_fp8=True)
         self._pool: Any = None
-        self._memory: list[list[Tensor]] | None = None  # keys and values of each layer, which all kinds share
+        self._memory: list[DenseBuffers] | None = None  # of each layer, which all kinds share
         self._kinds: dict[tuple[int, int, bool], _Static] = {}
 
     def read(self, tokens: Tensor, positions: Tensor, starts: Tensor | None, cache: FixedCache, kept: int) -> Tensor:
@@ -120,7 +121,7 @@ class Prompts:
             step = self._step if count < FP8_ROWS else self._step_of_many_rows
             prompt = Prompt(buffers_of(cache), before, count, self._rotations(positions), starts)
             logits = _run(step, tokens, prompt, lambda x: x[:, -kept:])
-        cache.append(count)
+        append(cache, count)
         return logits
 
     def _rotations(self, positions: Tensor) -> list[Rotation]:
@@ -174,12 +175,14 @@ class Prompts:
             warn_user(f"prompts are not captured by CUDA graphs, which are faster: {error}")
             return run
 
-    def _new(self, batch: int, count: int, padded: bool, like: tuple[list[Tensor], list[Tensor]]) -> _Static:
+    def _new(self, batch: int, count: int, padded: bool, like: Sequence[DenseBuffers]) -> _Static:
         while len(self._kinds) >= KINDS:
             del self._kinds[next(iter(self._kinds))]
         with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
             if self._memory is None:
-                self._memory = [[t.new_zeros(SHORT * t.shape[1] * t.shape[3]) for t in each] for each in like]
+                self._memory = [
+                    DenseBuffers(*(t.new_zeros(SHORT * t.shape[1] * t.shape[3]) for t in each)) for each in like
+                ]
             static = self._kinds[batch, count, padded] = _Static(batch, count, padded, like, self._memory)
         return static
 
@@ -197,15 +200,16 @@ def _run(step: TokenStep, tokens: Tensor, prompt: Prompt, kept: Callable[[Tensor
 class _Static:
     """Inputs at fixed addresses of prompts (batch, count), and their keys and values, parts of ``memory``."""
 
-    def __init__(self, batch: int, count: int, padded: bool, like: Any, memory: list[list[Tensor]]) -> None:
-        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=like[0][0].device)
+    def __init__(
+        self, batch: int, count: int, padded: bool, like: Sequence[DenseBuffers], memory: Sequence[DenseBuffers]
+    ) -> None:
+        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=like[0].keys.device)
         self.tokens, self.positions, self.last = zeros((batch, count)), zeros((batch, count)), zeros(1)
         self.starts = zeros(batch) if padded else None
-        keys, values = (
-            [_part(m, (batch, t.shape[1], count, t.shape[3])) for m, t in zip(*each, strict=True)]
+        self.buffers = [
+            DenseBuffers(*(_part(m, (batch, t.shape[1], count, t.shape[3])) for m, t in zip(*each, strict=True)))
             for each in zip(memory, like, strict=True)
-        )
-        self.buffers = keys, values
+        ]
         self.replay: Callable[[], Tensor] | None = None
 
 

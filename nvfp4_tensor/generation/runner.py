@@ -12,11 +12,8 @@ from torch import Tensor
 from nvfp4_tensor.generation.capture import captured
 from nvfp4_tensor.generation.choice import Chooser
 from nvfp4_tensor.generation.fixed_cache import (
-    batch_of,
     buffers_of,
     capacity_of,
-    graph_buffers_of,
-    has_codes,
     length_of,
 )
 from nvfp4_tensor.generation.plan import Plan, Step
@@ -162,9 +159,6 @@ def _first(static: Tensor, count: int) -> Tensor:
 
 def addresses_of(cache: Any) -> tuple[int, ...]:
     """Return the batch size and capacity of a cache, and the addresses of its buffers: what a graph depends on."""
-    if has_codes(cache):
-        codes = graph_buffers_of(cache)
-        how = (codes[0].sink, codes[0].recent, codes[0].spec, codes[0].keys.rotation is not None)
-        return batch_of(cache), capacity_of(cache), *how, *(at for each in codes for at in each.addresses)
-    keys, values = buffers_of(cache)
-    return keys[0].shape[0], keys[0].shape[2], *(each.data_ptr() for each in (*keys, *values))
+    buffers = buffers_of(cache)
+    rows = buffers[0].dense[0].shape[0]
+    return rows, capacity_of(cache), *(each for layer in buffers for each in layer.identity)

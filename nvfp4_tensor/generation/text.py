@@ -14,12 +14,12 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 
 from nvfp4_tensor._compat.frames import warn_user
-from nvfp4_tensor.generation.cache import NVFP4CacheLayer
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.choice import Chooser, Sampling
 from nvfp4_tensor.generation.decoder import MAX_BATCH, Decoder, Padding, padding_of
 from nvfp4_tensor.generation.ended_texts import Narrowed, narrow, narrowed_of
-from nvfp4_tensor.generation.fixed_cache import FixedCache, append_one, keeps_all_keys, length_of
+from nvfp4_tensor.generation.fixed_cache import FixedCache, append, keeps_all_keys, length_of
+from nvfp4_tensor.generation.layer import Layer
 
 AHEAD = 4
 """Number of steps that a GPU is given ahead of the token that the host reads, so that neither waits for the other."""
@@ -220,8 +220,6 @@ class _Writer:
             self._next = self.chooser(self._logits(self.ids, self.start, **_keep_one(self.model)))
             return
         position = self.start + self.ids.shape[1] + i - 1
-        if type(self.cache) is FixedCache:
-            self.cache.reserve(position + 1)
         runner = self._runner(position, i)
         if runner is None or self.decoder is None:
             assert self._next is not None
@@ -230,7 +228,7 @@ class _Writer:
         if self._next is not None:
             runner.feed(self._next)
         runner.launch(position, None, None if self.padding is None else self._of_rows(self.padding).starts)
-        append_one(self.cache)
+        append(self.cache)
         self.decoder.count()
         self._last, self._next = runner, None
 
@@ -298,7 +296,7 @@ class _Writer:
 
 def _can_drop_tokens(cache: Any) -> bool:
     """Return whether tokens that were computed ahead can be removed from the cache, whatever its length."""
-    return type(cache) is FixedCache or all(isinstance(layer, NVFP4CacheLayer) for layer in cache.layers)
+    return all(isinstance(layer, Layer) for layer in cache.layers)
 
 
 def _new_cache(config: Any, length: int) -> Cache:
@@ -322,7 +320,7 @@ def _drop_tokens(cache: Any, kept: int) -> None:
 def _batch_of(cache: Any) -> int | None:
     """Return the number of texts in a cache, None if it is empty or does not show it."""
     for layer in cache.layers if length_of(cache) else ():
-        if isinstance(layer, NVFP4CacheLayer):
+        if isinstance(layer, Layer):
             return layer.batch
         if isinstance(keys := getattr(layer, "keys", None), Tensor):
             return keys.shape[0]

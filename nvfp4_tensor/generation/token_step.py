@@ -1,7 +1,7 @@
 """One token of each text of a batch through a described model, from the embedding to the logits.
 
     step = TokenStep(describe(model))
-    logits = step(tokens, place, rotations, keys, values)
+    logits = step(tokens, place, rotations, buffers)
 
 A step is a sequence of torch operators and of the operators of ``ops/composite/step.py``, none of which waits for the
 device: on CUDA a graph captures it once for all positions. The same operators in plain torch run on every device. On
@@ -22,7 +22,7 @@ from transformers.integrations import moe
 
 from nvfp4_tensor.generation.architectures import Block, Linear, Model, Norm
 from nvfp4_tensor.generation.fused_layers import Rotation
-from nvfp4_tensor.generation.ring import Buffer, GraphBuffers, Place
+from nvfp4_tensor.generation.ring import Place, StepBuffers
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.layout import TILE_ROWS
 from nvfp4_tensor.quantization.linear import pre_scaled
@@ -61,8 +61,7 @@ class TokenStep:
         tokens: Tensor,
         place: Place,
         rotations: Sequence[Rotation],
-        keys: Sequence[Buffer],
-        values: Sequence[Buffer],
+        buffers: Sequence[StepBuffers],
         fused: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """Append one token per row to the caches, and return the logits (B, vocabulary) after it.
@@ -71,15 +70,16 @@ class TokenStep:
             tokens: int64 (B,).
             place: where the token is written, in all layers.
             rotations: cos and sin (1 or B, rotary) of the tokens for each of ``model.rotaries``.
-            keys, values: per layer (B, kv_heads, length, head_dim), or codes.
-            fused: all blocks as one kernel for these buffers, where there is one.
+            buffers: of each layer.
+            fused: all blocks as one operator for these buffers, where there is one.
         """
         x = self.embedded(tokens)
         if fused is not None:
-            return self._capped(self.plain_head(fused(x, place, rotations, keys, values)))
+            return self._capped(self.plain_head(fused(x, place, rotations)))
 
         def attend_one(layer: int, block: Block, qkv: Tensor) -> Tensor:
-            return attend(block, qkv, place, rotations, keys[layer], values[layer])
+            before = (qkv, *head_norms(block), *rotation_of(block, rotations))
+            return buffers[layer].attend(block, before, place)
 
         return self.logits(self.blocks_of(x, attend_one))
 
@@ -134,26 +134,6 @@ class _Block:
         qkv, x = self.qkv(total)
         y, x = self.hidden(Sum(self.o(attend(self.block, qkv)), x, self.after_attention, residual))
         return Sum(y if self.down is None else self.down(y), x, self.after_feed_forward, residual)
-
-
-def attend(
-    block: Block,
-    qkv: Tensor,
-    place: Place,
-    rotations: Sequence[Rotation],
-    keys: Buffer,
-    values: Buffer,
-) -> Tensor:
-    """Return the attention (B, heads * head_dim) of one token per row, whose keys and values are appended."""
-    kinds, scaling, softcap = block.kinds, block.numbers["scaling"], block.numbers["softcap"]
-    before = (qkv, *head_norms(block), *rotation_of(block, rotations))
-    if isinstance(keys, GraphBuffers):
-        return keys.attend(keys.place(before, place, kinds["heads"]), place, scaling, softcap)
-    attended: Tensor = torch.ops.nvfp4.attend_one(
-        *before, keys, values, place.position, kinds["heads"], scaling, kinds["window"], softcap,
-        block.parts.get("sinks"), place.starts,
-    )  # fmt: skip
-    return attended
 
 
 def head_norms(block: Block) -> tuple[Tensor | None, Tensor | None, float, float, bool]:

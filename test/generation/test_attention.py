@@ -1,4 +1,4 @@
-"""Attention to the codes of a cache in place: against the same cache decoded, in models and under random changes."""
+"""Attention to the codes of a cache in place: against the same cache decoded, in models."""
 
 import copy
 import logging
@@ -7,13 +7,10 @@ import pickle
 import pytest
 import torch
 from helpers.instruction_sets import needs_library
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
 
 from helpers.tiny_models import tiny_model  # noqa: E402
-from transformers.cache_utils import DynamicLayer  # noqa: E402
 
 from nvfp4_tensor.generation import attention, coded_states  # noqa: E402
 from nvfp4_tensor.generation.cache import NVFP4CacheLayer, nvfp4_cache  # noqa: E402
@@ -183,15 +180,18 @@ def stored_pair(tokens=50, recent=10, **options):
 
 
 def test_any_operator_decodes():
-    _, keys, values = stored_pair(sink=3)
+    layer, keys, values = stored_pair(sink=3)
     dense = keys.dense()
     assert type(dense) is torch.Tensor and keys.shape == dense.shape and "39 tokens in codes" not in repr(dense)
     assert repr(keys) == "StoredStates(shape=(2, 3, 50, 32), dtype=torch.float32, 36 tokens in codes)"
     for f in (lambda x: x + 1, lambda x: x[:, 1:], lambda x: x.transpose(1, 2).contiguous(), copy.deepcopy,
               lambda x: pickle.loads(pickle.dumps(x)), lambda x: torch.cat((x, x)), lambda x: x.detach()):  # fmt: skip
         assert type(f(keys)) is torch.Tensor and torch.equal(f(keys), f(dense))
-    with pytest.raises(RuntimeError, match="cannot write into stored keys or values"):
-        keys.mul_(2)
+    for write in (lambda: keys.mul_(2), lambda: layer.keys.zero_(), lambda: layer.keys.__setitem__(0, 0)):
+        with pytest.raises(RuntimeError, match=r"cannot write into stored keys or values: clone\(\)"):
+            write()
+    with pytest.raises(RuntimeError, match=r"append tokens by update\(\)"):
+        layer.values = values
     q = torch.randn(2, 6, 1, 32)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     mask = torch.rand(1, 50) > 0.3
@@ -212,123 +212,6 @@ def test_states_are_not_read_after_the_cache_changed():
     layer.crop(-310)
     with pytest.raises(RuntimeError, match="has removed or reordered tokens since"):
         keys + 1
-
-
-# --- a fuzzer against a dense mirror ---------------------------------------------------------------------------------
-
-CHANGES = st.one_of(
-    st.tuples(st.just("append"), st.integers(1, 40)),
-    st.tuples(st.just("append"), st.just(1)),
-    st.tuples(st.just("append"), st.integers(100, 300)),
-    st.tuples(st.just("crop"), st.integers(1, 200)),
-    st.tuples(st.just("reorder"), st.integers(0, 1000)),
-    st.tuples(st.just("select"), st.integers(0, 1000)),
-    st.tuples(st.just("mask"), st.integers(0, 1000)),
-    st.tuples(st.just("repeat"), st.integers(1, 2)),
-    st.tuples(st.just("copy"), st.integers(0, 1)),
-    st.tuples(st.just("offload"), st.just(0)),
-)
-
-
-class Mirror:
-    """Dense tokens, the rounded ones of them, and which are rounded: never twice, and never back."""
-
-    def __init__(self, recent, sink):
-        self.recent, self.sink, self.rounded = recent, sink, 0
-        self.x, self.front = None, 0
-
-    @staticmethod
-    def round(x):
-        layer = NVFP4CacheLayer(recent=0)
-        layer.update(*x)
-        return torch.stack([each.decode(torch.float32, each.stored) for each in layer._states])
-
-    def append(self, new):
-        fills = self.x is None or self.x.shape[3] == self.front
-        if fills and self.front < self.sink:
-            self.front += min(self.sink - self.front, new.shape[3])
-        self.x = new if self.x is None else torch.cat((self.x, new), dim=3)
-        if not self.recent:
-            self._round()
-        seen = self.x.clone()
-        self._round()
-        return seen
-
-    def _round(self):
-        end = max(self.x.shape[3] - self.recent, self.front + self.rounded)
-        start = self.front + self.rounded
-        if end > start:
-            self.x = torch.cat((self.x[..., :start, :], self.round(self.x[..., start:end, :]), self.x[..., end:, :]), 3)
-            self.rounded = end - self.front
-
-    def crop(self, kept):
-        self.x = self.x[..., :kept, :]
-        self.front = min(self.front, kept)
-        self.rounded = min(self.rounded, kept - self.front)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    changes=st.lists(CHANGES, min_size=1, max_size=14), recent=st.sampled_from([0, 1, 20, 128]),
-    sink=st.sampled_from([0, 0, 3, 40]), seed=st.integers(0, 1000),
-)  # fmt: skip
-def test_fuzz_against_a_dense_mirror(changes, recent, sink, seed):
-    generator = torch.Generator().manual_seed(seed)
-    layer, mirror = NVFP4CacheLayer(recent=recent, sink=sink), Mirror(recent, sink)
-    batch = 2
-    for kind, number in [("append", 30), *changes]:
-        if kind == "append":
-            new = torch.randn((2, batch, 2, number, 32), generator=generator)
-            keys, values = layer.update(*new)
-            seen = mirror.append(new)
-            assert torch.equal(keys.dense() if isinstance(keys, StoredStates) else keys, seen[0])
-            assert torch.equal(values.dense() if isinstance(values, StoredStates) else values, seen[1])
-            q = torch.randn((batch, 4, 1, 32), generator=generator)
-            sdpa = torch.nn.functional.scaled_dot_product_attention
-            got, expected = sdpa(q, keys, values, enable_gqa=True), sdpa(q, *seen, enable_gqa=True)
-            assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
-        elif kind == "crop" and layer.length > number:
-            layer.crop(-number)
-            mirror.crop(mirror.x.shape[3] - number)
-        elif kind in ("reorder", "select", "mask", "repeat"):
-            chooser = torch.Generator().manual_seed(number)
-            if kind == "mask":
-                mask = torch.rand(batch, generator=chooser) < 0.7
-                mask[number % batch] = True
-                entries = mask.nonzero()[:, 0]
-                layer.batch_select_indices(mask)
-            elif kind == "repeat":
-                entries = torch.arange(batch).repeat_interleave(number)
-                layer.batch_repeat_interleave(number)
-            else:
-                count = batch if kind == "reorder" else 1 + number % 3
-                entries = torch.randint(batch, (count,), generator=chooser)
-                (layer.reorder_cache if kind == "reorder" else layer.batch_select_indices)(entries)
-            mirror.x, batch = mirror.x[:, entries], len(entries)
-        elif kind == "copy":
-            layer = pickle.loads(pickle.dumps(layer)) if number else copy.deepcopy(layer)
-        elif kind == "offload":
-            layer.offload()
-            layer.prefetch()
-        assert layer.get_seq_length() == mirror.x.shape[3] == layer._states[0].tokens
-        assert [each.stored for each in layer._states] == [mirror.rounded] * 2
-        assert layer.get_mask_sizes(3) == (mirror.x.shape[3] + 3, 0)
-        if batch > 6:
-            layer.batch_select_indices(torch.arange(2))
-            mirror.x, batch = mirror.x[:, :2], 2
-
-
-def test_reset_and_growth():
-    layer = NVFP4CacheLayer(recent=0)
-    layer.update(*torch.randn(2, 1, 1, 1, 32))
-    assert layer._states[0].codes.shape[2] == coded_states.GROWTH
-    layer.update(*torch.randn(2, 1, 1, coded_states.GROWTH, 32))
-    assert layer._states[0].codes.shape[2] == 2 * coded_states.GROWTH
-    layer.reset()
-    assert isinstance(layer.update(*torch.randn(2, 3, 1, 5, 64))[0], StoredStates)
-    dense = DynamicLayer()
-    dense.update(*torch.randn(2, 3, 1, 5, 64))
-    assert layer.get_mask_sizes(3) == dense.get_mask_sizes(3)
 
 
 @pytest.mark.parametrize("window, padded", [(12, True), (12, False), (4096, True)])

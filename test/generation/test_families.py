@@ -14,7 +14,7 @@ from transformers import StaticCache
 
 from nvfp4_tensor.generation.families import FAMILIES, describe
 from nvfp4_tensor.generation.fused_layers import flatten
-from nvfp4_tensor.generation.ring import Place
+from nvfp4_tensor.generation.ring import DenseBuffers, Place
 from nvfp4_tensor.generation.token_step import TokenStep
 
 VARIANTS = [
@@ -37,13 +37,13 @@ def test_a_step_equals_the_models_forward(family, changes):
     description = describe(model)
     step, kinds = TokenStep(description), [block.kinds for block in description.blocks]
     shapes = [(2, each["kv_heads"], ids.shape[1], each["dim"]) for each in kinds]
-    keys, values = ([torch.zeros(shape) for shape in shapes] for _ in range(2))
+    buffers = [DenseBuffers(torch.zeros(shape), torch.zeros(shape)) for shape in shapes]
     for starts in (None, torch.tensor([0, 3])):
         logits = []
         for i, tokens in enumerate(ids.unbind(1)):
             at = torch.tensor([[i]]) if starts is None else (i - starts).clamp(min=0)[:, None]
-            rotations = [tuple(t[:, 0] for t in each.cos_sin(keys[0], at)) for each in description.rotaries]
-            logits.append(step(tokens, Place(torch.tensor([i]), starts), rotations, keys, values))
+            rotations = [tuple(t[:, 0] for t in each.cos_sin(buffers[0].keys, at)) for each in description.rotaries]
+            logits.append(step(tokens, Place(torch.tensor([i]), starts), rotations, buffers))
         for row, start in enumerate((0, 0) if starts is None else starts):
             expected = model(ids[row : row + 1, start:], use_cache=False).logits[0]
             assert relative_error(torch.stack(logits, 1)[row, start:], expected).max() < 5e-6

