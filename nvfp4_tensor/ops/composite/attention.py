@@ -76,7 +76,7 @@ def attend_codes(
         (batch, heads, tokens, size of values) of q's dtype; 0 where a token sees nothing. Sums are float32.
     """
     batch, heads, tokens, size = q.shape
-    kv_heads, value_size = key_codes.shape[1], latest_values.shape[-1]
+    group, value_size = heads // key_codes.shape[1], latest_values.shape[-1]
     keys = decode_heads(key_codes, key_scale, key_factor, size, torch.float32)
     keys = rotate_heads_back(keys) if rotated else keys
     values = decode_heads(value_codes, value_scale, value_factor, value_size, torch.float32)
@@ -85,16 +85,30 @@ def attend_codes(
     values = torch.cat((*front_v, values, latest_values.float()), dim=2)
     front_size = 0 if front_keys is None else front_keys.shape[2]
     seen = _seen(lengths, first, tokens, front_size, key_codes.shape[2], latest_keys.shape[2], window)
-    rows = q.float().view(batch, kv_heads, heads // kv_heads, tokens, size)
-    scores = rows @ keys.unsqueeze(2).mT * scale
+    rows = q.reshape(batch, -1, group * tokens, size)
+    attended = attention(rows, keys, values, seen.repeat(1, group, 1).unsqueeze(1), scale, softcap)
+    return attended.reshape(batch, heads, tokens, value_size).to(q.dtype)
+
+
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float, softcap: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Return the float32 attention of q (batch, heads, rows, size) to keys and values (batch, heads, length, ...).
+
+    Args:
+        seen: bool, broadcasts to (batch, heads, rows, length). Of a row that sees nothing the result is 0.
+        sinks: a further score of each row (heads * rows,).
+    """
+    scores = q.float() @ keys.float().mT * scale
     if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    mask = seen[:, None, None]
-    weights = torch.softmax(scores.masked_fill(~mask, -math.inf), dim=-1)
-    weights = weights.masked_fill(~mask.any(-1, keepdim=True), 0.0)
-    # What no token of the sequence sees may hold anything, NaN too.
-    values = values.masked_fill(~seen.any(1)[:, None, :, None], 0.0)
-    return (weights @ values.unsqueeze(2)).view(batch, heads, tokens, value_size).to(q.dtype)
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        sink = sinks.float().view(1, *q.shape[1:3], 1).expand(q.shape[0], -1, -1, -1)
+        scores = torch.cat([scores, sink], -1)
+    weights = torch.softmax(scores, -1)[..., : keys.shape[2]].masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    # What no row of the sequence sees may hold anything, NaN too.
+    return weights @ values.float().masked_fill(~seen.any(-2).unsqueeze(-1), 0.0)
 
 
 def _seen(

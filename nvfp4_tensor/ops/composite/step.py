@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nvfp4_tensor.ops.composite.attention import attention
 from nvfp4_tensor.ops.schemas import op
 
 
@@ -127,16 +128,8 @@ def attend_one(
     age = (slot[:, None] - torch.arange(length, device=qkv.device)) % length
     oldest = at if starts is None else (at - starts).clamp(min=0)
     seen = (age <= oldest[:, None]) & (age < window) if window else age <= oldest[:, None]
-    seen = seen[:, None, None]
-    scores = q.view(batch, kv_heads, -1, dim).float() @ keys.float().mT * scaling
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        sink = sinks.float().view(1, kv_heads, -1, 1).expand(batch, -1, -1, -1)
-        scores = torch.cat([scores, sink], -1)
-    weights = torch.softmax(scores, -1)[..., :length]
-    attended = weights @ values.float().masked_fill(~seen.mT, 0.0)
+    q = q.view(batch, kv_heads, -1, dim)
+    attended = attention(q, keys, values, seen[:, None, None], scaling, softcap, sinks)
     attended = torch.where(inside[:, None, None, None], attended, torch.nan)
     return attended.to(qkv.dtype).view(batch, -1)
 
