@@ -420,26 +420,30 @@ BETWEEN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["dense", "codes"])
+@pytest.mark.parametrize("family, kind", [
+    ("Llama", "codes"), *((family, "dense") for family in (
+        "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3", "Phi3", "Olmo2", "Granite", "GptOss", "Mixtral",
+    )),
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:tokens are decoded by transformers")
-def test_random_changes(kind, way, natively):
-    """A padded batch whose model changes between tokens, chunks and crops, against transformers' own calls."""
+def test_random_calls(family, kind, way, natively, monkeypatch):
+    """A padded batch in prompts, tokens, chunks and crops, against transformers' own calls; Llamas change between."""
     if (kind, way) == ("codes", "step"):
         pytest.skip("a CPU's operator reads dense caches")
-    total = torch.zeros(2)
+    monkeypatch.setattr("nvfp4_tensor.generation.fixed_cache.GROWTH", 8)
+    total, errors = torch.zeros(2), []
     for seed in range(4):
-        rng, model = random.Random(seed), natively(tiny_model("Llama"))
+        rng, model = random.Random(seed), natively(tiny_model(family))
         own, batch = decode_natively(copy.deepcopy(model), False), rng.randint(2, 5)
         starts = torch.tensor([0, *(rng.choice([0, rng.randint(1, 5)]) for _ in range(batch - 1))], device=model.device)
-
-        def new(own_cache, model=model):
-            if kind == "codes":
-                return nvfp4_cache(model.config, max_tokens=128, recent=3, sink=2)
-            return transformers.DynamicCache(config=model.config) if own_cache else FixedCache(4, 10)
-
-        caches, at, log = (new(False), new(True)), 0, [seed]
+        if kind == "codes":
+            caches = [nvfp4_cache(model.config, max_tokens=128, recent=3, sink=2) for _ in range(2)]
+        else:
+            caches = FixedCache(4, 10), transformers.DynamicCache()
+            caches[0].layers[0].capacity = 64  # layers may have buffers of different sizes
+        at, log, between = 0, [seed], BETWEEN if family == "Llama" else ["token"]
         for turn in range(30):
-            names = [*["token"] * 6, "chunk", "crop", "choose", rng.choice(BETWEEN), rng.choice(BETWEEN)]
+            names = [*["token"] * 6, "chunk", "crop", "choose", rng.choice(between), rng.choice(between)]
             name = rng.choice(names) if turn else "prompt"
             log.append(name)
             if callable(name):
@@ -454,16 +458,22 @@ def test_random_changes(kind, way, natively):
                     cache.batch_select_indices(chosen)
                 starts = starts[chosen]
             else:
-                last = at + {"prompt": 12, "chunk": 3}.get(name, 1)
+                last = at + {"prompt": 12 + seed, "chunk": rng.choice([2, 5, 13])}.get(name, 1)
                 ids = torch.tensor([[rng.randrange(3, 300) for _ in range(last - at)] for _ in range(batch)])
                 places = torch.arange(last, device=model.device) - starts[:, None]
                 how = {"attention_mask": (places >= 0).long(), "position_ids": places[:, at:].clamp(min=0)}
+                how = (how if starts.any() or seed % 2 else {}) | {"logits_to_keep": rng.choice([0, 1])}
                 with torch.no_grad():
                     x, y = (
-                        each(ids.to(model.device), **{CACHE: cache}, **how).logits[:, -1]
+                        each(ids.to(model.device), **{CACHE: cache}, **how).logits
                         for each, cache in zip((model, own), caches, strict=True)
                     )
-                at, error = last, relative_error(x, y)
-                assert error.median() < 0.05 and error.max() < 0.2, (error, log)
+                seen = places[:, -x.shape[1] :] >= 0
+                at, error = last, relative_error(x, y)[seen]
+                errors.append(error)
+                assert x.shape == y.shape
+                assert family in MIXTURES or (error.median() < 0.05 and error.max() < 0.2), (error, log)
         total += torch.tensor(decode_counts(model))
-    assert total[1] > 10 and total[0] > 10
+    assert torch.cat(errors).median() < 0.05  # of a mixture, ties in routers
+    of_prompts = family == "GptOss" or way == "step"
+    assert total[0] > 10 and (total[1] > 10 if family == "Llama" or of_prompts else total[1] == 0)
