@@ -1,7 +1,8 @@
 """Change a natively decoding model: what it then writes is what transformers' own forward writes.
 
 Changes one by one, of which it is known how tokens are decoded then; parts at random depth, after each of which logits
-equal, to the bit, those of a copy, whose decoder makes a plan of its own; and changes between the tokens of a batch.
+equal, to the bit, those of a copy, whose decoder makes a plan of its own; and calls with batches, between which models
+change.
 """
 
 import copy
@@ -71,13 +72,6 @@ def replace(path):
     return change
 
 
-def double_weight(model):
-    linear = model.get_submodule(f"{LAYER}.self_attn.o_proj")
-    weight = linear.weight.detach()
-    doubled = weight._replace(per_tensor_scale=weight.per_tensor_scale * 2)
-    linear.weight = nn.Parameter(doubled, requires_grad=False)
-
-
 def set_scale(model):
     weight = model.get_parameter(f"{LAYER}.self_attn.v_proj.weight")
     weight.per_tensor_scale = weight.per_tensor_scale * 3
@@ -90,12 +84,6 @@ def make_dense(model):
 
 def remove_bias(model):
     model.get_submodule(f"{LAYER}.self_attn.q_proj").bias = None
-
-
-def remove_sinks(model):
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.sinks.fill_(-1e4)
 
 
 def scale_frequencies(model):
@@ -160,20 +148,12 @@ def add_lora(model):
 
 CHANGES = {  # by how tokens are decoded then
     "natively": [
-        ("Llama", double_weight), ("Llama", set_scale), ("Llama", set_("model.rotary_emb.attention_scaling", 1.5)),
-        ("Llama", drop_layer), ("Llama", replace_inner), ("Qwen2", replace(f"{LAYER}.self_attn.k_proj.bias")),
-        ("Qwen2", remove_bias), ("Qwen3", write(f"{LAYER}.self_attn.k_norm.weight")),
+        ("Llama", set_scale), ("Llama", set_("model.rotary_emb.attention_scaling", 1.5)), ("Llama", drop_layer),
+        ("Llama", replace_inner), ("Qwen2", remove_bias), ("Gemma3", scale_frequencies),
         ("Gemma2", set_(f"{LAYER}.self_attn.attn_logit_softcapping", 0.5)),
-        ("Gemma2", write(f"{LAYER}.post_feedforward_layernorm.weight", 3.0)), ("Gemma3", scale_frequencies),
-        ("Gemma3", set_(f"{LAYER}.self_attn.scaling", 3.0)), ("Phi3", write(f"{LAYER}.mlp.gate_up_proj.weight")),
-        ("Phi3", write(f"{LAYER}.self_attn.qkv_proj.weight")), ("SmolLM3", set_(f"{LAYER}.self_attn.use_rope", 0)),
-        ("Olmo2", replace(f"{LAYER}.self_attn.q_norm.weight")),
-        ("Olmo2", write(f"{LAYER}.post_attention_layernorm.weight")),
-        ("Granite", set_(f"{LAYER}.residual_multiplier", 2.0)), ("Granite", set_("model.embedding_multiplier", 1.0)),
-        ("Mixtral", replace(f"{LAYER}.mlp.gate.weight")), ("Mixtral", write(f"{LAYER}.mlp.experts.down_proj")),
-        ("Qwen3Moe", set_(f"{LAYER}.mlp.gate.top_k", 1)), ("Qwen3Moe", set_(f"{LAYER}.mlp.gate.norm_topk_prob", True)),
-        ("GptOss", write(f"{LAYER}.mlp.experts.gate_up_proj_bias")), ("GptOss", remove_sinks),
-        ("GptOss", set_(f"{LAYER}.mlp.experts.limit", 0.1)), ("GptOss", set_(f"{LAYER}.mlp.experts.alpha", 10.0)),
+        ("SmolLM3", set_(f"{LAYER}.self_attn.use_rope", 0)), ("Granite", set_("model.embedding_multiplier", 1.0)),
+        ("Mixtral", write(f"{LAYER}.mlp.experts.down_proj")), ("Qwen3Moe", set_(f"{LAYER}.mlp.gate.top_k", 1)),
+        ("GptOss", set_(f"{LAYER}.mlp.experts.limit", 0.1)),
     ],
     "natively in graphs": [
         ("Llama", make_dense), ("Llama", set_(f"{LAYER}.post_attention_layernorm.variance_epsilon", 3.0)),
