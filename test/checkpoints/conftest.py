@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, write_dense
+from helpers.checkpoint_folders import GOLDEN, edit_json, write_dense
 from helpers.checkpoints import quantized, tiny_tensors
 
 from nvfp4_tensor import QuantizeSpec, checkpoints
@@ -18,7 +18,7 @@ def tensors():
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory):
-    """A folder with a small Llama in each format of safetensors: W4A4 of ModelOpt, but for MLX, and dense."""
+    """A folder with a small Llama in each format of safetensors, W4A4 of ModelOpt but for MLX; and MXFP4 experts."""
     folder = tmp_path_factory.mktemp("sources")
     golden, quiet = GOLDEN / "modelopt_nvfp4", {"progress": False}
     for format in ("modelopt", "compressed-tensors", "torchao"):
@@ -29,6 +29,9 @@ def sources(tmp_path_factory):
     checkpoints.convert(GOLDEN / "modelopt_w4a16", folder / "mlx", **mlx, **quiet)
     torch.manual_seed(0)
     write_dense(folder / "dense")
+    blocks, scales = torch.randint(256, (2, 8, 2, 16)), torch.randint(115, 125, (2, 8, 2))
+    write_dense(folder / "mxfp4", {"e.down_proj_blocks": blocks.byte(), "e.down_proj_scales": scales.byte()})
+    edit_json(folder / "mxfp4/config.json", lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
     return folder
 
 

@@ -1,5 +1,6 @@
 """Damaged checkpoints: reading raises a ValueError that names the file, or returns what the file says."""
 
+import functools
 import importlib.util
 import math
 import random
@@ -9,7 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, dense_tensors, edit, edit_json, write_dense
+from helpers.checkpoint_folders import GOLDEN, dense_tensors, edit, edit_json
 from helpers.coded_folders import in_fp8, write_coded
 from helpers.damage import damage, damage_a_tensor
 from helpers.layouts import LAYOUTS, SMALL
@@ -22,12 +23,6 @@ from nvfp4_tensor.checkpoints import tensor_of
 
 pytestmark = pytest.mark.slow
 WRITTEN = load_file(GOLDEN / "other_quantizations.safetensors")
-
-
-def write_mxfp4(folder):
-    blocks, scales = torch.randint(256, (2, 8, 2, 16)), torch.randint(115, 125, (2, 8, 2))
-    write_dense(folder, {"e.down_proj_blocks": blocks.byte(), "e.down_proj_scales": scales.byte()})
-    edit_json(folder / "config.json", lambda c: c.update(quantization_config={"quant_method": "mxfp4"}))
 
 
 def of_golden(layout):
@@ -96,44 +91,39 @@ def is_refused(folder, call, *arguments, **options):
     return ""
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *SOURCES])
+PUBLISHED = LAYOUTS if importlib.util.find_spec("compressed_tensors") else ()  # it writes them
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *SOURCES, *PUBLISHED])
 def test_random_damage(sources, tmp_path, name):
-    rng, refused, source = random.Random(name), 0, sources / name
-    count, ways = (60, [damage_a_file]) if name in FORMATS else (25, [damage_a_file, damage_a_tensor, damage_a_number])
-    if name == "mxfp4":
-        write_mxfp4(source := tmp_path / "source")
+    """The error names the file; of published layouts the tensor too, or the weight that it is part of."""
+    rng, refused, source, out = random.Random(name), 0, tmp_path / "source", tmp_path / "out"
+    torch.manual_seed(0)
+    if name in FORMATS:
+        source, count, ways = sources / name, 60, [damage_a_file]
     elif name in SOURCES:
-        source = write_coded(tmp_path / "source", *SOURCES[name]())
+        count, ways = 25, [damage_a_file, damage_a_tensor, damage_a_number]
+        write_coded(source, *SOURCES[name]())
+    else:
+        count, ways = 8, [functools.partial(damage_a_tensor, part="proj")]
+        LAYOUTS[name].write(source, SMALL)
 
     def is_refused_now(folder):
         if name in FORMATS:
             return is_refused(folder, read_all, folder / "model.safetensors" if name == "comfy" else folder, name)
-        return is_refused(folder, checkpoints.quantize, folder, tmp_path / "out", progress=False)
+        if name in SOURCES:
+            return is_refused(folder, checkpoints.quantize, folder, out, progress=False)
+        return is_refused(folder, checkpoints.convert, folder, out, to="modelopt", progress=False)
 
     assert not is_refused_now(source)
     for _ in range(count):
         folder = shutil.copytree(source, tmp_path / "x")
-        rng.choice(ways)(folder, rng)
-        refused += bool(is_refused_now(folder))
-        shutil.rmtree(folder)
-    assert count / 8 < refused < count
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("compressed_tensors"), reason="it writes the folders")
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_random_damage_of_a_tensor(tmp_path, name):
-    """The error names the tensor too, or the weight that it is part of."""
-    rng, refused = random.Random(name), 0
-    torch.manual_seed(0)
-    LAYOUTS[name].write(tmp_path / "whole", SMALL)
-    for _ in range(8):
-        folder = shutil.copytree(tmp_path / "whole", tmp_path / "x")
-        key = damage_a_tensor(folder, rng, "proj")
-        error = is_refused(folder, checkpoints.convert, folder, tmp_path / "out", to="modelopt", progress=False)
+        key = rng.choice(ways)(folder, rng)
+        error = is_refused_now(folder)
         refused += bool(error)
-        assert not error or key.rpartition(".")[0] in error, (key, error)
+        assert not error or name not in LAYOUTS or key.rpartition(".")[0] in error, (key, error)
         shutil.rmtree(folder)
-    assert refused > 2
+    assert count / 8 < refused < count or (name in LAYOUTS and refused > 2)
 
 
 def test_random_damage_of_a_gguf(tmp_path, gguf_source):

@@ -1,7 +1,6 @@
 """safetensors files: the bytes of the library, reading by offsets, and invalid files."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -41,11 +40,8 @@ def test_written_as_the_library_writes(tmp_path, pieces):
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-@pytest.mark.parametrize("windows", [False, True])
-def test_read(tmp_path, monkeypatch, windows):
+def test_read(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "CHUNK", 8)
-    if windows:
-        monkeypatch.delattr(os, "preadv")
     tensors = tensors_of_all_kinds()
     save_file(tensors, tmp_path / "model.safetensors", metadata={"x": "y"})
     read = Shards(tmp_path)
