@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints.plain_state_dict import part_names
@@ -70,10 +70,9 @@ def _plain(name: str, t: DTensor) -> dict[str, Any]:
     for key, blocks in ((name, BLOCK // 2), (keys["scale"], 1)):
         columns = ceil_to(t.shape[-1], BLOCK) // BLOCK * blocks
         parts[key] = _sharded(parts[key], t, (*t.shape[:-1], columns))
-    if local.per_tensor_scale.dim() == 2:
-        parts[keys["per_tensor_scale"]] = _sharded(parts[keys["per_tensor_scale"]], t, (t.shape[0], 1))
-    elif local.per_tensor_scale.dim() == 1:
-        parts[keys["per_tensor_scale"]] = _sharded(parts[keys["per_tensor_scale"]], t, (math.prod(t.shape[:-1]),))
+    if dims := local.per_tensor_scale.dim():  # one for each row, or for each matrix
+        shape = (t.shape[0], 1) if dims == 2 else (math.prod(t.shape[:-1]),)
+        parts[keys["per_tensor_scale"]] = _sharded(parts[keys["per_tensor_scale"]], t, shape)
     parts[keys["settings"]] = _with_columns(parts[keys["settings"]], t.shape[-1])
     return parts
 
@@ -94,15 +93,12 @@ def _weight(name: str, keys: Mapping[str, str], state_dict: Mapping[str, Any]) -
 def _sharded(local: Tensor, like: DTensor, shape: Sequence[int]) -> DTensor:
     """Return a DTensor of that shape with the mesh and sharding of ``like``."""
     stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    placements = [_placement_for(placement, len(shape)) for placement in like.placements]
+    # Scales per row or per matrix lack other dimensions that may be sharded.
+    lacks = [isinstance(placement, Shard) and placement.dim >= len(shape) for placement in like.placements]
+    placements = [Replicate() if lack else each for each, lack in zip(like.placements, lacks, strict=True)]
     return DTensor.from_local(
         local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
     )
-
-
-def _placement_for(placement: Placement, dims: int) -> Placement:
-    """Replace the sharding of a dimension that scales per row or per matrix do not have."""
-    return Replicate() if isinstance(placement, Shard) and placement.dim >= dims else placement
 
 
 def _with_columns(settings: Tensor, columns: int) -> Tensor:

@@ -5,6 +5,7 @@ rank its chunk. The receiver decodes the chunks and adds them in float32, in the
 rounded once and sums are not rounded to NVFP4, so the expectation is the exact sum.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,13 +76,6 @@ class NVFP4Reduction(ReduceScatter):
         self.calls = 0
         self.sent_bytes = 0
         self.group: dist.ProcessGroup | None = None
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream in which DDP's buckets are reduced."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer; FSDP2 calls this."""
@@ -153,6 +147,11 @@ def decoded_sum(messages: Tensor, columns: int) -> Tensor:
     return total
 
 
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 def _reduce_bucket(reduction: NVFP4Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce a bucket (DDP's communication hook). On CUDA it runs in another stream, in parallel to the backward."""
     flat = bucket.buffer()
@@ -160,7 +159,7 @@ def _reduce_bucket(reduction: NVFP4Reduction, bucket: dist.GradBucket) -> torch.
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(_mean(reduction, flat))
         return done
-    stream = reduction.stream(flat.device)
+    stream = _stream(flat.device)
     stream.wait_stream(torch.cuda.current_stream(flat.device))
     flat.record_stream(stream)
     done = torch.futures.Future(devices=[flat.device])

@@ -131,7 +131,9 @@ def shared_input(x: Tensor, key: tuple, user: object) -> Pair | None:
     Each user can get them once, because its second call with the same tensor belongs to another step.
     """
     entry = _last.entry
-    if entry is None or entry.tensor() is not x or entry.key != _input_key(x, key) or _is_among(user, entry.users):
+    if entry is None or entry.tensor() is not x or entry.key != _input_key(x, key):
+        return None
+    if any([ref() is user for ref in entry.users]):
         return None
     entry.users.append(weakref.ref(user))
     return entry.operands
@@ -141,10 +143,6 @@ def share_input(x: Tensor, key: tuple, user: object, operands: Pair) -> None:
     """Keep the operands made from x for the linears that are called next, as long as x is alive."""
     users = [weakref.ref(user)]
     _last.entry = _Input(weakref.ref(x, _forget), x.untyped_storage(), _input_key(x, key), users, operands)
-
-
-def _is_among(user: object, users: list[weakref.ref]) -> bool:
-    return any([ref() is user for ref in users])
 
 
 def _forget(ref: weakref.ref) -> None:

@@ -72,17 +72,6 @@ def quantize_operand(
     return _join(codes, sharding.split_dim)
 
 
-def decode_operand(
-    x: Tensor, spec: QuantizeSpec, rng_state: Tensor | None, stream: int, sharding: MatrixSharding = UNSHARDED
-) -> Decoded:
-    """Return the values of :func:`quantize_operand`, for a spec with one per-tensor scale."""
-    if sharding.is_sharded or (stream and spec.is_stochastic):  # the op has stream 0, and no offsets
-        codes = quantize_operand(x, spec, rng_state, stream, sharding)
-        columns = x.shape[-1] if spec.rotation is None else codes.columns
-        return Decoded(decode_values(codes, columns)[0], codes.per_tensor_scale)
-    return Decoded(*torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16))
-
-
 # --- an operand and its transpose ------------------------------------------------------------------------------------
 
 
@@ -122,10 +111,13 @@ def quantize_left_operands(
     x_t: Quantized | None = None
     if spec_t is not None:
         x_t = quantize_operand(x.t().contiguous(), spec_t, rng_state, streams[1], sharding.t, name=f"{name}^T")
-    if spec is not None and codes:
-        x_operand = quantize_operand(x, spec, rng_state, streams[0], sharding, name=name)
-    elif spec is not None:
-        x_operand = decode_operand(x, spec, rng_state, streams[0], sharding)
+    if spec is not None and (codes or sharding.is_sharded or (streams[0] and spec.is_stochastic)):
+        x_operand = found = quantize_operand(x, spec, rng_state, streams[0], sharding, name=name)
+        if not codes:
+            columns = x.shape[-1] if spec.rotation is None else found.columns
+            x_operand = Decoded(decode_values(found, columns)[0], found.per_tensor_scale)
+    elif spec is not None:  # the op has stream 0, and no offsets
+        x_operand = Decoded(*torch.ops.nvfp4.quantize_activation(x, rng_state, spec.pack(), torch.bfloat16))
     return x_operand, x_t
 
 

@@ -23,6 +23,7 @@ from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops.composite.training import DY_T_STREAM, X_T_STREAM
+from nvfp4_tensor.quantization.model_plan import aligned
 from nvfp4_tensor.training.config import training_linears
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.linear.operands import quantize_operand
@@ -79,17 +80,13 @@ class Report:
         return [name for name, facts in self.means().items() if facts["signal"] < limit]
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            ("linear", "x clipped", "x error", "w error", "dy clipped", "dy vanished", "dy error", "|dw|/noise")
-        ]
+        heads = [*(fact.replace("_", " ") for fact in _FACTS[:-1]), "|dw|/noise"]
+        rows = [["linear", *heads]]
         for name, facts in self.means().items():
-            shares = ["-" if math.isnan(facts[fact]) else f"{facts[fact]:.2%}" for fact in _FACTS[:-1]]
-            rows.append((name, *shares, f"{facts['signal']:.1f}" + (" !" if name in self.weak() else "")))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            [cell.ljust(widths[0]) if i == 0 else cell.rjust(widths[i]) for i, cell in enumerate(row)] for row in rows
-        ]
-        return "\n".join("  ".join(line).rstrip() for line in lines)
+            cells = ["-" if math.isnan(facts[fact]) else f"{facts[fact]:.2%}" for fact in _FACTS[:-1]]
+            cells.append(f"{facts['signal']:.1f}" + (" !" if name in self.weak() else ""))
+            rows.append([name, *(cell.rjust(len(head)) for cell, head in zip(cells, heads, strict=True))])
+        return "\n".join(aligned(rows))
 
     def log(self, writer: Any, step: int) -> None:
         """Log the means as scalars ``nvfp4/<measure>/<linear>``.
