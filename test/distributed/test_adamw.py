@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from helpers.bits import stored_bits
 from helpers.run_ranks import here, mesh_of_all, on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nvfp4_tensor import NVFP4Tensor
 from nvfp4_tensor.training import NVFP4AdamW, to_nvfp4_parameters
-from nvfp4_tensor.training.weights.base import local_of
 
 pytestmark = pytest.mark.slow
 
@@ -30,28 +28,15 @@ def make(sharded, codes=False):
 
 
 def whole(t):
-    if isinstance(local_of(t), NVFP4Tensor):
-        parts = [(local_of(t).qdata, local_of(t).unswizzled_scale().view(torch.uint8), local_of(t).per_tensor_scale)]
-        if isinstance(t, DTensor):
-            parts = [None] * dist.get_world_size()
-            w = local_of(t)
-            dist.all_gather_object(parts, (w.qdata, w.unswizzled_scale().view(torch.uint8), w.per_tensor_scale))
-        assert len({p[2].item() for p in parts}) == 1
-        return torch.cat([torch.cat(p[:2], dim=1).to(here()) for p in parts])  # each rank sends from its own GPU
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def set_gradients(model, step):
     generator = torch.Generator().manual_seed(step)
     for p in model.parameters():
-        grad = torch.randn(p.shape, generator=generator).bfloat16().to(here())
-        p.grad = grad
+        p.grad = torch.randn(p.shape, generator=generator).bfloat16().to(here())
         if isinstance(p, DTensor):
-            local = grad.chunk(dist.get_world_size())
-            mine = local[dist.get_rank()] if dist.get_rank() < len(local) else grad[:0]
-            p.grad = DTensor.from_local(
-                mine.contiguous(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
+            p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements)
 
 
 def run(model, optimizer, first=0):
@@ -61,17 +46,14 @@ def run(model, optimizer, first=0):
 
 
 def everything(model, optimizer):
-    tensors = [whole(p.detach()) for p in model.parameters()]
-    for p in model.parameters():
-        state = optimizer.state[p]
-        tensors += [whole(torch.as_tensor(state[name])) for name in sorted(state)]
-    return tensors
+    """The bits of all parameters and moments."""
+    states = [state[name] for state in map(optimizer.state.get, model.parameters()) for name in sorted(state)]
+    return [stored_bits(whole(torch.as_tensor(t).detach()).clone()) for t in (*model.parameters(), *states)]
 
 
 def assert_equal(mine, right):
-    """Of models and their optimizers: all parameters and moments."""
-    for ours, theirs in zip(everything(*mine), everything(*right), strict=True):
-        assert torch.equal(ours, theirs)
+    """Of models and their optimizers."""
+    assert all(map(torch.equal, everything(*mine), everything(*right)))
 
 
 @on_ranks(2, 3, cuda=True)

@@ -256,24 +256,6 @@ def test_a_call_reads_a_parametrized_weight_once(mode):
     assert drawn.calls == before + 1
 
 
-@pytest.mark.parametrize("called", [True, False])
-def test_a_call_has_one_recipe(called):
-    """Another thread may change the recipe at any time; here, a parametrization does while the weight is read."""
-    linear, x = linear_of(), torch.randn(5, 48)
-    y, dx, dw, db, _ = outcome(linear_of(), x)
-
-    class Changes(nn.Module):
-        def forward(self, w):
-            linear.set_recipe(RECIPES["accurate"], False, False)
-            return w
-
-    if called:
-        outcome(linear, x)
-    nn.utils.parametrize.register_parametrization(linear, "weight", Changes())
-    linear.set_recipe(RECIPES["nvidia"], False, False)
-    assert equal(outcome(linear, x)[:4], [y, dx, db, dw])
-
-
 # --- traces ---------------------------------------------------------------------------
 
 
