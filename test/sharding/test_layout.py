@@ -12,9 +12,7 @@ from torch import nn
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.sharding.fsdp_transport import check_shard
 from nvfp4_tensor.sharding.layout import (
-    UNSHARDED,
     UNSHARDED_DIM,
-    UNSHARDED_LINEAR,
     LinearSharding,
     MatrixSharding,
     ShardedDim,
@@ -46,6 +44,20 @@ def test_a_batch_in_the_order_of_ranks_needs_no_ranges():
     assert flatten_token_shardings((2, 8), [TokenSharding(UNSHARDED_DIM, dim=1)]) == UNSHARDED_DIM
 
 
+def check_tiles(sharding, indices, tokens):
+    """Each tile of a rank's rows, and of its second half of six columns, has the elements that its offsets name."""
+    numbered = torch.arange(6 * tokens).view(tokens, 6)
+    mine = numbered[indices, 3:]
+    for of_x, x, whole in ((sharding, mine, numbered), (sharding.t, mine.t(), numbered.t())):
+        tiles = of_x.tiles(x, NEAREST, STOCHASTIC)
+        for tile in tiles:
+            rows, columns = tile.x.shape
+            assert torch.equal(tile.x, whole[tile.row0 : tile.row0 + rows, tile.col0 : tile.col0 + columns])
+            assert (tile.full_rows, tile.full_width) == whole.shape and (len(tiles) == 1 or tile.x.is_contiguous())
+        assert torch.equal(torch.cat([tile.x for tile in tiles], of_x.split_dim or 0), x)
+        assert of_x.tiles(x, NEAREST)[0].x is x  # no random bits, which depend on the offset
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_ranges_are_those_of_a_numbered_batch(seed):
     """Batches and sequences over ranks, in chunks of any order, and shards of shards: rows of each rank."""
@@ -67,6 +79,7 @@ def test_ranges_are_those_of_a_numbered_batch(seed):
         assert rows.local_sizes(local.numel()) in ([length for _, length in ranges], [])
         indices = [i for first, length in ranges for i in range(first, first + length)]
         assert indices == local.flatten().tolist()
+        check_tiles(MatrixSharding(rows, on(1, 2)), indices, full.numel())
         found += indices
     assert sorted(found) == list(range(full.numel()))
 
@@ -87,60 +100,11 @@ test_shardings_that_do_not_fit_raise = refuses(
 # --- linears ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_matrices_of_a_linear():
-    batch, sequence = TokenSharding(on(1, 2, "dp")), TokenSharding(on(0, 2, "tp"), dim=1)
-    outputs, inputs = on(1, 2, "out"), on(0, 4, "in")
-    linear = LinearSharding((batch,), outputs, inputs, sequence)
-    gathered, local = linear.for_input((4, 32)), linear.for_input((4, 16), local=True)
-    assert gathered.tokens == batch.axis
-    assert local.tokens.ranks == 4 and local.tokens.ranges == ((128, 16), (160, 16), (192, 16), (224, 16))
-    assert gathered.x == (batch.axis, inputs) and gathered.dy == (batch.axis, outputs)
-    assert gathered.w == (outputs, inputs) and gathered.w.t == (inputs, outputs)
-    assert UNSHARDED_LINEAR.for_input((4, 32)) is UNSHARDED_LINEAR and not UNSHARDED_LINEAR.x.is_sharded
-    replaced = linear.with_tokens(TokenSharding(on(0, 8, "other")))
-    assert [each.axis.ranks for each in replaced.token_shardings] == [8]
-    assert len(linear.with_tokens(sequence).token_shardings) == 2
-
-
 def test_a_sequence_is_gathered_only_where_inputs_have_one():
     linear = LinearSharding(sequence=TokenSharding(on(0, 2), dim=1))
     x = torch.zeros(3, 8, 16)
     assert linear.sequence_of(x) == linear.sequence and linear.sequence_of(x[0]) is None
     assert GatheredShape.of(x, linear.sequence).leading == (3, 16)
-
-
-# --- tiles -----------------------------------------------------------------------------------------------------------
-
-
-def test_an_unsharded_matrix_is_one_tile():
-    x = torch.zeros(32, 48)
-    (tile,) = UNSHARDED.tiles(x, STOCHASTIC)
-    assert tile.x is x and tile.origin == (0, 0, 0) and tile.full_rows == 0
-    assert UNSHARDED.split_dim is None and UNSHARDED.fits(torch.zeros(7, 5), EDEN)
-
-
-def test_offsets_of_equal_shards():
-    (tile,) = MatrixSharding(on(2, 3), on(1, 4)).tiles(torch.zeros(32, 48), STOCHASTIC)
-    assert tile.origin == (64, 48, 192) and tile.full_rows == 96
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_each_range_is_a_tile_for_random_bits(transposed):
-    rows = ShardedDim(0, 2, ("group",), ((0, 16), (48, 32)))
-    sharding, x = MatrixSharding(rows, on(1, 2)), torch.arange(48 * 32.0).view(48, 32)
-    if transposed:
-        sharding, x = sharding.t, x.t()
-    assert sharding.is_sharded and sharding.split_dim == (1 if transposed else 0)
-    first, second = sharding.tiles(x, NEAREST, STOCHASTIC)
-    offsets = [(0, 32), (48, 32)]
-    assert [tile[1:3] for tile in (first, second)] == [offset[::-1] if transposed else offset for offset in offsets]
-    assert {tile[3:] for tile in (first, second)} == {(64, 96) if transposed else (96, 64)}
-    assert [tuple(tile.x.shape) for tile in (first, second)] == ([(32, 16), (32, 32)] if transposed else
-                                                                 [(16, 32), (32, 32)])  # fmt: skip
-    assert torch.equal(torch.cat([first.x, second.x], sharding.split_dim), x)
-    assert first.x.is_contiguous() and second.x.is_contiguous()
-    (one,) = sharding.tiles(x, NEAREST)  # no random bits, which depend on the offset
-    assert one.x is x
 
 
 # --- blocks ----------------------------------------------------------------------------------------------------------
