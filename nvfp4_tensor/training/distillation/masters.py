@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from nvfp4_tensor.dispatch.writes import count_write
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
-from nvfp4_tensor.training.weights.adamw import NVFP4AdamW
 from nvfp4_tensor.training.weights.base import local_of
 from nvfp4_tensor.training.weights.headroom import HEADROOM
 
@@ -129,10 +128,11 @@ class Masters:
         values = {name: local_of(each.detach()) for name, each in self.values.items()}
         return {"values": values, "amax": self._amax if self._scaled else None}
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, and write it into the model."""
         for name, value in state["values"].items():
-            self.values[name].data.copy_(value)
+            local_of(self.values[name].detach()).copy_(value)
         if self._scaled:
             self._set_amax(state["amax"].to(self._amax.device))
         self.write()
@@ -153,10 +153,6 @@ class CodedMasters(Masters):
         self.write()
         self.values = self.parameters
 
-    def optimizer(self, seed: int, **options: Any) -> NVFP4AdamW:
-        """Return the optimizer."""
-        return NVFP4AdamW(self.parameters.values(), seed=seed, **options)
-
     def take_gradients(self) -> None:
         """Do nothing: gradients stay where the optimizer reads them."""
 
@@ -164,9 +160,3 @@ class CodedMasters(Masters):
         """Do nothing after a step, which wrote the codes."""
         if self.values is not self.parameters:
             super().write()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        with torch.no_grad():
-            for name, value in state["values"].items():
-                local_of(self.parameters[name].detach()).copy_(value)

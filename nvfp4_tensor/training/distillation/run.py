@@ -30,6 +30,7 @@ from nvfp4_tensor.training.distillation.captured_step import CapturedStep, Step,
 from nvfp4_tensor.training.distillation.config import DistillConfig, Trains
 from nvfp4_tensor.training.distillation.divergence import divergence
 from nvfp4_tensor.training.distillation.masters import CodedMasters, Masters, is_coded
+from nvfp4_tensor.training.weights.adamw import NVFP4AdamW
 from nvfp4_tensor.training.weights.base import scale_groups
 
 MEASURED_BATCHES = 4
@@ -284,9 +285,8 @@ class _Run:
         coded = {name: each for name, each in parameters.items() if is_coded(each)}
         groups = list(scale_groups(model, coded))
         if config.nvfp4_masters:
-            coded_masters = CodedMasters(parameters, {}, groups)
-            self.masters: Masters = coded_masters
-            self.optimizer: torch.optim.Optimizer = coded_masters.optimizer(config.seed, **options)
+            self.masters: Masters = CodedMasters(parameters, {}, groups)
+            self.optimizer: torch.optim.Optimizer = NVFP4AdamW(parameters.values(), seed=config.seed, **options)
         else:
             self.masters = Masters(parameters, dict(teacher.named_parameters()), groups)
             if can_capture((model, teacher)):
