@@ -81,9 +81,13 @@ class LinearParts:
         2688."""
         if self.input_scale is None or not self.quantizes_activations:
             return None
-        if self.input_amax is not None and torch.equal(self.input_amax / LARGEST, self.input_scale):
+        if self.input_amax is not None and torch.equal(_input_scale(self.input_amax), self.input_scale):
             return self.input_amax
         return self.input_scale * LARGEST
+
+
+def _input_scale(amax: Tensor) -> Tensor:
+    return amax / amax.new_full((), LARGEST)  # by a number of the host, a GPU would multiply by its inverse
 
 
 def parts_of(weight: NVFP4Tensor) -> LinearParts:
@@ -106,7 +110,7 @@ def parts_of(weight: NVFP4Tensor) -> LinearParts:
         per_tensor_scale=weight.per_tensor_scale,
         columns=weight.columns,
         quantizes_activations=weight.activation_spec is not None,
-        input_scale=None if amax is None else amax / LARGEST,
+        input_scale=None if amax is None else _input_scale(amax),
         input_amax=amax,
     )
 

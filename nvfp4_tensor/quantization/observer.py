@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.nested import is_nested, over_nested
-from nvfp4_tensor.numerics.layout import BLOCK, FLOAT32_MAX, ceil_to
+from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_MAX, FLOAT32_MAX, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.config import NVFP4Config
 from nvfp4_tensor.quantization.fast_path import keep_called, release
@@ -104,8 +104,11 @@ class InputStatistics(nn.Module):
             raise RuntimeError(f"{self} has observed no finite input: run the model on data that reach it")
 
     def amax_for(self, config: NVFP4Config) -> Tensor:
-        """Return the static amax that a config chooses, float32 0-d."""
-        return self.amax_with_headroom() if config.headroom else self.amax_at(config.percentile)
+        """Return the static amax that a config chooses, float32 0-d: a number that files, with amax / 2688, keep."""
+        amax = self.amax_with_headroom() if config.headroom else self.amax_at(config.percentile)
+        largest = amax.new_full((), E2M1_MAX * E4M3_MAX)
+        kept = amax / largest * largest  # at most a bit apart, and kept from then on
+        return torch.where(kept.isfinite() & (kept > 0), kept, amax)
 
     def amax_at(self, percentile: float | None) -> Tensor:
         """Return the observed amax, or the given percentile of the observed magnitudes, as a float32 0-d tensor.

@@ -198,6 +198,18 @@ def test_the_amax_stays_float32():
         linear.amax_at(None)
 
 
+def test_a_static_amax_is_one_that_files_keep():
+    """They store amax / 2688, from which it comes back to the bit: the observed amax, or the float next to it."""
+    observed, largest = ObservedLinear.observe(nn.Linear(16, 4), QuantizeSpec()), torch.tensor(2688.0)
+    observed.activation_histogram[4000] = 1
+    seen = torch.cat([torch.rand(200) * 8, torch.logspace(-34, 38, 80), torch.tensor([3.65625, 1e-43, 3.4028235e38])])
+    for amax in seen:
+        observed.activation_amax.fill_(amax)
+        kept = observed.amax_for(NVFP4Config())
+        assert kept.isfinite() and kept > 0 and abs(kept.double() / amax - 1) < 2**-23
+        assert amax < 1e-40 or kept / largest * largest == kept
+
+
 def test_percentiles_do_not_know_the_default_dtype(other_defaults):
     """bfloat16 would keep eight bits of 100,003 counts."""
     observed = other_defaults(lambda: ObservedLinear.observe(nn.Linear(4, 4), QuantizeSpec()))

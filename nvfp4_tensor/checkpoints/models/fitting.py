@@ -69,7 +69,8 @@ def find_input_amax(
     Raises:
         ValueError: a weight had no input above zero.
     """
-    Conversion(model, chosen.linears, NVFP4Config(step="prepare", experts=True), experts=chosen.experts).run(model)
+    config = NVFP4Config(step="prepare", experts=True)
+    Conversion(model, chosen.linears, config, experts=chosen.experts).run(model)
     for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
         model(batch, use_cache=False)
     of_experts = observed_weights(model)
@@ -81,7 +82,7 @@ def find_input_amax(
         tqdm.write(summary_of(routed), file=sys.stderr)
     if idle := [name.removesuffix(".weight") for name, each in observed.items() if not each.activation_amax]:
         raise ValueError(f"{', '.join(idle[:4])} had no input above zero: use more text, or exclude them")
-    return {name: each.activation_amax.item() for weight, each in observed.items() for name in chosen.files[weight]}
+    return {name: each.amax_for(config).item() for weight, each in observed.items() for name in chosen.files[weight]}
 
 
 def _inputs(batches: Sequence[Tensor]) -> list[dict[str, Any]]:
