@@ -10,7 +10,7 @@ _tracing_state = torch._C._get_tracing_state
 def refuse_export(*_: object) -> None:
     """Raise a RuntimeError: TorchScript or ONNX would read an NVFP4 weight or a linear that trains in NVFP4."""
     raise RuntimeError(
-        "torch.jit (trace, script, save) and torch.onnx do not support NVFP4: export the model by "
+        "torch.jit (trace, script, save) and torch.onnx do not support NVFP4 and FP8 weights: export the model by "
         "torch.export.export(model, args), or dequantize its weights first (training.to_dense for linears that train)"
     )
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
+from nvfp4_tensor._compat.exports import check_not_traced
 from nvfp4_tensor.matmul import backends
 from nvfp4_tensor.matmul.fp8 import scaled_mm
 from nvfp4_tensor.numerics.choices import FP8Activations
@@ -26,6 +27,7 @@ LARGEST = 448.0
 
 @FP8Tensor.implements_torch_function(torch.nn.functional.linear)
 def _functional_linear(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
+    check_not_traced()
     return linear(*args, **kwargs)
 
 

@@ -31,6 +31,8 @@ PRE_SCALE = "pre_quant_scale"
 class NVFP4Linear(nn.Linear):
     """An nn.Linear with an NVFP4 weight. It computes the same, in less time on the host, and has another repr.
 
+    Linears with FP8 weights of checkpoints are of this class, too.
+
     If it has a buffer ``pre_quant_scale`` (K,), its inputs are multiplied by it first.
     """
 
@@ -54,6 +56,7 @@ class NVFP4Linear(nn.Linear):
     def extra_repr(self) -> str:
         weight = getattr(self.weight, "_local_tensor", self.weight)  # the local shard of a DTensor
         kind = f"NVFP4 ({weight.describe()})" if isinstance(weight, NVFP4Tensor) else f"dense {weight.dtype}"
+        kind = f"FP8 ({weight.spec})" if isinstance(weight, FP8Tensor) else kind
         scaled = f", inputs times {PRE_SCALE}" if PRE_SCALE in self._buffers else ""
         return f"{super().extra_repr()}, weight={kind}{scaled}"
 
@@ -72,10 +75,20 @@ def set_pre_scale(linear: nn.Module, scale: Tensor | None) -> None:
 
 def set_weight(linear: nn.Module, weight: NVFP4Tensor | nn.Parameter) -> None:
     """Set the NVFP4 weight of a linear; a plain nn.Linear becomes an NVFP4Linear."""
-    dense_linear(linear)
+    linear_of_codes(dense_linear(linear))
     linear.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
-    if type(linear) is nn.Linear:
-        linear.__class__ = NVFP4Linear
+
+
+def linear_of_codes(module: nn.Module) -> None:
+    """Make a plain nn.Linear an NVFP4Linear, for a weight in NVFP4 or FP8."""
+    if type(module) is nn.Linear:
+        module.__class__ = NVFP4Linear  # type: ignore[assignment]
+
+
+def linear_of_values(module: nn.Module) -> None:
+    """Make an NVFP4Linear a plain nn.Linear, for a dense weight."""
+    if type(module) is NVFP4Linear:
+        module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def quantizable(module: nn.Module) -> nn.Linear:

@@ -15,7 +15,7 @@ from nvfp4_tensor.ops.composite.quantization import own_amax
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.experts import expert_weights, is_experts, is_transposed, matrix_of, names_in_files
-from nvfp4_tensor.quantization.linear import NVFP4Linear, set_weight
+from nvfp4_tensor.quantization.linear import linear_of_values, set_weight
 from nvfp4_tensor.quantization.observer import InputStatistics
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 
@@ -117,8 +117,7 @@ class WeightRef:
     def restore(self) -> None:
         """Restore the dense parameter."""
         setattr(self.module, self.attribute, self.dense)
-        if type(self.module) is NVFP4Linear:
-            self.module.__class__ = nn.Linear  # type: ignore[assignment]
+        linear_of_values(self.module)
 
 
 def with_static_amax(

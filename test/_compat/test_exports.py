@@ -7,15 +7,28 @@ import torch
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, training
+from nvfp4_tensor import FP8Tensor, NVFP4Config, NVFP4WeightOnlyConfig, training
+from nvfp4_tensor.checkpoints.models.loading import load_open
+from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+
+def in_fp8(model):
+    """Load a checkpoint with weights in FP8."""
+    weights = {
+        name: FP8Tensor(p.to(torch.float8_e4m3fn), torch.ones(1, 1)) if p.dim() > 1 else p
+        for name, p in model.state_dict().items()
+    }
+    load_open(model, ModelCheckpoint(weights, {}), progress=False)
+
 
 KINDS = {
     "weight-only": lambda m: quantize_(m, NVFP4WeightOnlyConfig()),
     "W4A4": lambda m: quantize_(m, NVFP4Config()),
     "training": lambda m: quantize_(m, training.NVFP4TrainingConfig()),
     "NVFP4 parameters": training.to_nvfp4_parameters,
+    "FP8": in_fp8,
 }
 X = torch.ones(8, 64)
 

@@ -29,9 +29,9 @@ from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.quantization import NVFP4Linear
 from nvfp4_tensor.quantization.conv1d import as_linear, is_conv1d, is_linear, was_conv1d
 from nvfp4_tensor.quantization.experts import is_transposed
-from nvfp4_tensor.quantization.linear import PRE_SCALE, set_pre_scale
+from nvfp4_tensor.quantization.linear import PRE_SCALE, linear_of_codes, set_pre_scale
 from nvfp4_tensor.quantization.names import some
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
+from nvfp4_tensor.tensor.description import CodedTensor
 
 ORIGINS = "_nvfp4_origins"
 """The attribute of modules with the fields of the :class:`Origin` of each parameter, which :func:`save` uses."""
@@ -231,20 +231,18 @@ def _read(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, 
 
 def _assign(slot: _Slot, tensor: Tensor, origin: Origin, scale: Tensor | None) -> None:
     """Set the tensor in all modules that share it. This cannot fail."""
-    quantized = isinstance(tensor, NVFP4Tensor)
-    coded = quantized or isinstance(tensor, FP8Tensor)
-    value = tensor
+    coded, value = isinstance(tensor, CodedTensor), tensor
     if isinstance(slot.tensor, nn.Parameter):
         value = nn.Parameter(tensor, requires_grad=slot.tensor.requires_grad and not coded)
     for module, attribute in slot.holders.values():
-        setattr(as_linear(module) if coded else module, attribute, value)
+        if coded:
+            linear_of_codes(as_linear(module))
+        setattr(module, attribute, value)
         origins = dict(getattr(module, ORIGINS, {}))
         origins.pop(attribute, None)
         if origin.factors or not origin.is_whole or origin.names[0] not in slot.holders:
             origins[attribute] = dataclasses.asdict(origin)
         if origins or hasattr(module, ORIGINS):
             setattr(module, ORIGINS, origins)
-        if quantized and type(module) is nn.Linear:
-            module.__class__ = NVFP4Linear
         if attribute == "weight":
             set_pre_scale(module, None if scale is None else scale.to(tensor.device))

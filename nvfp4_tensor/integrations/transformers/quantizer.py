@@ -16,11 +16,9 @@ from nvfp4_tensor.checkpoints.names import some
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.saving import keep_names, plain_state_dict
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
-from nvfp4_tensor.quantization import NVFP4Linear
 from nvfp4_tensor.quantization.experts import is_transposed
-from nvfp4_tensor.quantization.linear import PRE_SCALE, pre_scaled, set_pre_scale
+from nvfp4_tensor.quantization.linear import PRE_SCALE, linear_of_codes, linear_of_values, pre_scaled, set_pre_scale
 from nvfp4_tensor.tensor.description import CodedTensor
-from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 class NVFP4HfQuantizer(HfQuantizer):
@@ -130,15 +128,12 @@ def decode_weights(model: nn.Module, dtype: torch.dtype | None = None) -> None:
                 dense = pre_scaled(weight.dequantize(dtype), module._buffers.get(PRE_SCALE))
                 setattr(module, name, nn.Parameter(dense, requires_grad=False))
                 set_pre_scale(module, None)
-        if type(module) is NVFP4Linear:
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+        linear_of_values(module)
 
 
 def parameter_of(model: nn.Module, name: str, weight: Tensor) -> nn.Parameter:
-    """Return the parameter of a weight in NVFP4, whose nn.Linear becomes an NVFP4Linear, or in FP8."""
-    linear = model.get_submodule(name.rpartition(".")[0])
-    if type(linear) is nn.Linear and isinstance(weight, NVFP4Tensor):
-        linear.__class__ = NVFP4Linear
+    """Return the parameter of a weight in NVFP4 or FP8, whose nn.Linear becomes an NVFP4Linear."""
+    linear_of_codes(model.get_submodule(name.rpartition(".")[0]))
     return nn.Parameter(weight, requires_grad=False)
 
 
