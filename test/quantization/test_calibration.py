@@ -324,14 +324,3 @@ def test_headroom(amaxes, expected):
     x = blocks_of(amaxes)
     m = calibrated(nn.Sequential(nn.Linear(16, 16)), [x], NVFP4Config(headroom=True))
     assert expected / 1.04 <= m[0].weight.activation_amax <= expected * 1.04
-
-
-def test_larger_inputs_have_room():
-    torch.manual_seed(0)
-    dense, x, errors = nn.Sequential(nn.Linear(256, 64, bias=False)), torch.randn(64, 256), {}
-    for headroom in (False, True):
-        m = calibrated(copy.deepcopy(dense), [x], NVFP4Config(headroom=headroom))
-        for size in (1, 20):
-            errors[headroom, size] = ((m(size * x) - dense(size * x)) / size).square().mean()
-    assert errors[True, 1] < 1.1 * errors[False, 1], "it costs nothing on what was seen"
-    assert errors[True, 20] < 0.1 * errors[False, 20]

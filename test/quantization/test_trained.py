@@ -191,31 +191,6 @@ def test_settings_that_trained_codes_ignore_are_named():
         assert model[0].weight.requires_grad and type(model[0]) is NVFP4Linear
 
 
-# --- adapters --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda m, **chosen: quantize_(m, NVFP4WeightOnlyConfig(), **chosen),
-        lambda m, **chosen: calibrate(m, [X], progress=False, **chosen),
-        lambda m, **chosen: gptq(m, [X], progress=False, **chosen),
-    ],
-    ids=["quantize_", "calibrate", "gptq"],
-)
-def test_adapters_on_linears_that_trained(call):
-    peft = pytest.importorskip("peft")
-    models = []
-    for model in (trained(), to_dense(trained())):
-        torch.manual_seed(1)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False))
-        call(model, filter_fn=lambda module, name: name.endswith("base_layer"))
-        models.append(model)
-    assert_same(*models)
-    assert isinstance(models[0].base_model.model[0].base_layer.weight, NVFP4Tensor)
-    assert any(parameter.requires_grad for parameter in models[0].parameters())
-
-
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 IDS = torch.arange(1, 33)[None]

@@ -82,18 +82,6 @@ def test_some_experts_are_dense(folder, tmp_path, ids, made):
     assert same_file(tmp_path / "nvfp4", tmp_path / "again")
 
 
-def test_files_without_transformers_own_loader(folder, tmp_path, ids):
-    """checkpoints.load and save use the names of experts and routers in the model's files."""
-    quantize(folder, tmp_path / "nvfp4", progress=False)
-    dense = AutoModelForCausalLM.from_pretrained(folder)
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
-    model = checkpoints.load(dense, tmp_path / "nvfp4", progress=False)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, expected(ids).logits)
-    checkpoints.save(model, tmp_path / "again", progress=False)
-    assert same_file(tmp_path / "nvfp4", tmp_path / "again")
-
-
 @pytest.mark.parametrize("dense", [[], ["model.layers.1.block_sparse_moe.experts", "lm_head"]], ids=str)
 def test_experts_of_a_family_whose_files_stack_them(granite, tmp_path, ids, dense):
     """Saved one by one, as ModelOpt does, they are joined again; they kept random values before."""

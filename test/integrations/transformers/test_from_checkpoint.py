@@ -69,19 +69,6 @@ def test_weight_only_by_choice(llama, tmp_path):
     assert "quantize_activations" not in model.config.to_dict()["quantization_config"]
 
 
-def test_a_file_that_is_wrong_says_so(folder):
-    name = "model.layers.0.mlp.down_proj.weight_scale"
-    edit(folder, lambda tensors: tensors.update({name: tensors[name][:, :-1].contiguous()}))
-    with pytest.raises(ValueError, match=r"model.safetensors: tensor .*down_proj.weight_scale: expected .*\[64, 11\]"):
-        AutoModelForCausalLM.from_pretrained(folder)
-
-
-def test_what_is_not_nvfp4_is_refused_by_name(folder):
-    edit_json(folder / "config.json", lambda fields: fields["quantization_config"].update(quant_algo="FP8"))
-    with pytest.raises(ValueError, match=r"down_proj.weight is NVFP4 \(uint8\), and FP8 in the configuration"):
-        AutoModelForCausalLM.from_pretrained(folder)
-
-
 def test_the_scales_of_an_fp8_cache_are_left_out_quietly(folder):
     assert checkpoints.detect(folder) == "modelopt"
     edit(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}))

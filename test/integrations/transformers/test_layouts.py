@@ -343,6 +343,7 @@ def test_scales_of_a_cache_that_a_format_has_no_place_for(tmp_path, name):
 REFUSED = {
     "SVDQuant": ("ModelOpt NVFP4", {"quant_algo": "NVFP4_SVD", "lora_rank": 32}, "lora_rank 32 rotates inputs, or"),
     "W4A8": ("ModelOpt NVFP4", {"quant_algo": "W4A8_NVFP4_FP8"}, "found W4A8_NVFP4_FP8"),
+    "FP8": ("ModelOpt NVFP4", {"quant_algo": "FP8"}, r"is NVFP4 \(uint8\), and FP8 in the configuration"),
     "groups of 32": ("ModelOpt NVFP4", {"group_size": 32}, r"expected group_size 16, found \[32\]"),
     "groups of 8": ("AutoRound NVFP4", {"group_size": 8}, "found 4-bit nv_fp of group_size 8"),
     "E5M3": ("compressed-tensors NVFP4", {"format": "nvfp4-e5m3-pack-quantized"}, "found nvfp4-e5m3-pack-quantized"),

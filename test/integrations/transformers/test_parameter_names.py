@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torchao.quantization import quantize_
-from transformers import PretrainedConfig, PreTrainedModel, SiglipVisionConfig, SiglipVisionModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
 from nvfp4_tensor.integrations import transformers as nvfp4
@@ -74,18 +74,3 @@ def test_a_name_that_the_layout_has_is_refused_when_saved(tmp_path):
     model.weight_norm.input_scale = nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"weight_norm\.input_scale are dense"):
         model.save_pretrained(tmp_path)
-
-
-def test_siglip(tmp_path):
-    """SigLIP's pooling head is an nn.MultiheadAttention with in_proj_weight, as in Gemma 3's vision tower."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    dense = SiglipVisionModel(SiglipVisionConfig(image_size=32, patch_size=16, **sizes)).bfloat16().eval()
-    dense.save_pretrained(tmp_path / "dense")
-    config = nvfp4.NVFP4TensorConfig(modules_to_not_convert=["head"])
-    model = SiglipVisionModel.from_pretrained(tmp_path / "dense", quantization_config=config)
-    model.save_pretrained(tmp_path / "nvfp4")
-    again = SiglipVisionModel.from_pretrained(tmp_path / "nvfp4")
-    assert_same(model, again)
-    pixels = torch.randn(1, 3, 32, 32).bfloat16()
-    assert torch.equal(model(pixels).pooler_output, again(pixels).pooler_output)
