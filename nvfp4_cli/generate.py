@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -18,22 +19,15 @@ from nvfp4_cli.results import plain, show
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST_LENGTH = 512
-"""The smallest cache length of a compiled model, in tokens."""
-
 _generates = options.together(
     click.option("--max-new-tokens", default=128, show_default=True, type=click.IntRange(1)),
     click.option(
         "--temperature", default=0.0, show_default=True, type=options.Finite(0), help="0 selects the most likely token."
     ),
     click.option("--seed", default=0, show_default=True, type=options.SEED, help="Seed of sampling."),
-    click.option(
-        "--compile", "compiled", is_flag=True,
-        help="Compile the model first: a minute once, then faster. For long answers; needs a C++ compiler.",
-    ),
     options.config_from,
     options.as_json,
-)  # fmt: skip
+)
 """The options that ``generate`` and ``chat`` share."""
 
 
@@ -102,23 +96,22 @@ class Writer:
     """A model and its tokenizer, opened once."""
 
     def __init__(
-        self, path: Path, config_from: Path | None, *, max_new_tokens: int, temperature: float, seed: int,
-        compiled: bool,
-    ) -> None:  # fmt: skip
+        self, path: Path, config_from: Path | None, *, max_new_tokens: int, temperature: float, seed: int
+    ) -> None:
         import torch
 
         from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer
+        from nvfp4_tensor.generation import decode_natively
 
         self.tokenizer: Any = open_tokenizer(config_from, path)
         self.model: Any = open_model(path, config_from)
+        with contextlib.suppress(TypeError, ValueError):  # other weights and families: transformers' own forward
+            decode_natively(self.model)
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
             self.settings["temperature"] = temperature
         else:  # without them, transformers warns of a checkpoint's own settings of sampling
             self.settings.update(temperature=None, top_p=None, top_k=None)
-        self.compiled = compiled
-        if compiled:
-            self.settings["compile_config"] = _compile_config(self.model)
         torch.manual_seed(seed)
 
     def tokens(self, messages: list[dict[str, str]], raw: bool) -> Tensor:
@@ -144,32 +137,8 @@ class Writer:
         start = time.perf_counter()
         written = self.model.generate(
             ids, attention_mask=ids.new_ones(ids.shape), streamer=streamer,
-            pad_token_id=self.tokenizer.eos_token_id or 0, **(self._cache(ids) if self.compiled else {}),
-            **self.settings,
+            pad_token_id=self.tokenizer.eos_token_id or 0, **self.settings,
         )[0, ids.shape[1] :]  # fmt: skip
         seconds = time.perf_counter() - start
         text = self.tokenizer.decode(written, skip_special_tokens=True)
         return Answer(messages[-1]["content"], text, ids.shape[1], len(written), seconds)
-
-    def _cache(self, ids: Tensor) -> dict[str, Any]:
-        """The argument with a cache whose length is a power of two, because the model is compiled for each length."""
-        from transformers import StaticCache
-
-        from nvfp4_tensor.generation.cache_argument import CACHE
-
-        length = max(ids.shape[1] + self.settings["max_new_tokens"], LEAST_LENGTH)
-        return {CACHE: StaticCache(config=self.model.config, max_cache_len=1 << (length - 1).bit_length())}
-
-
-def _compile_config(model: Any) -> Any:
-    """How transformers compiles the step of one token. By default it compiles for GPUs only."""
-    import torch
-    from transformers import CompileConfig
-
-    # One query over 128 keys of SmolLM2: 131 us by scaled_dot_product_attention in bfloat16, 45 by two products.
-    model.set_attn_implementation("eager")
-    # Weights do not change between tokens, so their guards are left out.
-    guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-    config: Any = CompileConfig(dynamic=False, mode=None, options=guards)  # type: ignore[arg-type]
-    config._compile_all_devices = True
-    return config

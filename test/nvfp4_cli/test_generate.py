@@ -11,6 +11,7 @@ import torch
 import nvfp4_cli
 from nvfp4_cli.generate import Writer
 from nvfp4_tensor import checkpoints
+from nvfp4_tensor.generation.step import decode_counts
 
 
 def test_generate_is_transformers_own(quantized, dense, run):
@@ -23,6 +24,9 @@ def test_generate_is_transformers_own(quantized, dense, run):
     expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
     assert said["text"] == tokenizer.decode(expected, skip_special_tokens=True)
     assert said["new_tokens"] == len(expected)
+    writer = Writer(quantized, None, max_new_tokens=6, temperature=0, seed=0)
+    assert writer.answer([{"content": "the quick"}], raw=True, stream=False).text == said["text"]
+    assert decode_counts(writer.model).native == 5  # all but the prompt's
     out = run("generate", quantized, "the quick", "--raw", "--max-new-tokens", 2)
     assert "the quick" in out and "per second" not in out  # which goes to stderr
 
@@ -40,26 +44,12 @@ def test_a_prompt_begins_once(dense, tmp_path, raw):
     )
     tokenizer.chat_template = "{{ eos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "begins")
-    writer = Writer(tmp_path / "begins", None, max_new_tokens=1, temperature=0, seed=0, compiled=False)
+    writer = Writer(tmp_path / "begins", None, max_new_tokens=1, temperature=0, seed=0)
     ids = writer.tokens([{"role": "user", "content": "the fox"}], raw)
     assert ids.tolist() == [[start, *text]]
 
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.mark.exhaustive
-def test_a_compiled_model_says_the_same(quantized, monkeypatch, capsys, run):
-    """In chat too, where the second question is asked of a model that is compiled already."""
-    flags = ["--raw", "--max-new-tokens", 6, "--json"]
-    eager, compiled = (run("generate", quantized, "the quick", *flags, *more) for more in ([], ["--compile"]))
-    assert compiled["text"] == eager["text"] and compiled["new_tokens"] == eager["new_tokens"]
-    answers = []
-    for more in ([], ["--compile"]):
-        monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\nthe dog\n"))
-        assert nvfp4_cli.main(["chat", str(quantized), "--max-new-tokens", "3", "--json", *more]) == 0
-        answers.append([json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()])
-    assert answers[0] == answers[1] and len(answers[0]) == 2
 
 
 def test_chat_answers_line_by_line(quantized, monkeypatch, capsys):
