@@ -106,43 +106,36 @@ def samples() -> Iterator[Tensor]:
 
 def check_spec(spec: QuantizeSpec, device: str) -> Iterator[Check]:
     """Check the ops that quantize, dequantize or compute an amax, with one spec; for EDEN, also its rotation."""
-    bits, rng = spec.pack(), torch.tensor([0x1234567890ABCDEF, 42], dtype=torch.int64)
     tally: dict[str, list[int]] = {}
     for x in samples():
-        amax, amax_t = own_amaxes(x, spec, rng)
-        quantized, first = plain.quantize(x, amax, rng, bits), spec.column_multiple
-        arguments: dict[str, tuple] = {
-            **amax_arguments(x, spec, rng),
-            "quantize": (x, amax, rng, bits, 32, first, first + x.shape[1]),
-            "quantize_pair": (x, amax, amax_t, rng, bits, bits),
-            "quantize_pair_values": (x, amax, amax_t, rng, bits, bits, False),
-            "dequantize": (*quantized, columns_of_values(x.shape[1], bits), x.dtype),
-            "fake_quantize": (x, amax, rng, bits, torch.bfloat16, False),
-            "quantize_activation": (x, rng, bits, torch.bfloat16),
-        }
-        if spec.block_rows == 1 and not spec.is_eden:
-            by_row = spec.replace(row_scaled=True).pack()
-            arguments["quantize_rows"] = (x, None, rng, by_row, 32, first, first + x.shape[1])
-        for name, given in arguments.items():
+        for name, given in calls(x, spec).items():
             _compare(tally.setdefault(name, [0, 0]), name, given, device)
     for name, (elements, differing) in tally.items():
         yield Check(name, str(spec), device, elements, differing)
 
 
-def own_amaxes(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the amaxes of x and of its transpose after the spec's transform, by the reference."""
+def calls(x: Tensor, spec: QuantizeSpec) -> dict[str, tuple]:
+    """Return the arguments of these ops, by name, for a matrix x; amaxes and codes are the reference's."""
+    bits, rng = spec.pack(), torch.tensor([0x1234567890ABCDEF, 42], dtype=torch.int64)
     if spec.is_eden:
-        return plain.amax_rotated(x, rng), plain.amax_rotated(x.t(), rng)
-    sign = -1 if spec.hadamard_sign is None else spec.hadamard_sign
-    return plain.amax(x, sign), plain.amax(x.t(), sign)
-
-
-def amax_arguments(x: Tensor, spec: QuantizeSpec, rng: Tensor) -> dict[str, tuple]:
-    """Return the ops that compute these amaxes, by name, with their arguments."""
-    if spec.is_eden:
-        return {"amax_rotated": (x, rng, 128), "rotate": (x, rng, False, 128)}
-    sign = -1 if spec.hadamard_sign is None else spec.hadamard_sign
-    return {"amax": (x, sign), "amax_pair": (x, rng, spec.pack(), spec.pack())}
+        amax, amax_t = plain.amax_rotated(x, rng), plain.amax_rotated(x.t(), rng)
+        arguments: dict[str, tuple] = {"amax_rotated": (x, rng, 128), "rotate": (x, rng, False, 128)}
+    else:
+        sign = -1 if spec.hadamard_sign is None else spec.hadamard_sign
+        amax, amax_t = plain.amax(x, sign), plain.amax(x.t(), sign)
+        arguments = {"amax": (x, sign), "amax_pair": (x, rng, bits, bits)}
+    shard = 32, spec.column_multiple, spec.column_multiple + x.shape[1]
+    arguments |= {
+        "quantize": (x, amax, rng, bits, *shard),
+        "quantize_pair": (x, amax, amax_t, rng, bits, bits),
+        "quantize_pair_values": (x, amax, amax_t, rng, bits, bits, False),
+        "dequantize": (*plain.quantize(x, amax, rng, bits), columns_of_values(x.shape[1], bits), x.dtype),
+        "fake_quantize": (x, amax, rng, bits, torch.bfloat16, False),
+        "quantize_activation": (x, rng, bits, torch.bfloat16),
+    }
+    if spec.block_rows == 1 and not spec.is_eden:
+        arguments["quantize_rows"] = (x, None, rng, spec.replace(row_scaled=True).pack(), *shard)
+    return arguments
 
 
 def check_hadamard(device: str) -> Check:

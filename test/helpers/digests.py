@@ -5,7 +5,6 @@ exactly, so that they do not depend on a library's logarithm. Each instruction s
 one that differs from the others ends the program. What products compute is in no file: they may add in another order.
 """
 
-import dataclasses
 import hashlib
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from helpers.instruction_sets import INSTRUCTION_SETS, each_instruction_set
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.ops import native
 from nvfp4_tensor.testing import selftest
@@ -28,8 +28,6 @@ SPECS = (
     QuantizeSpec(round_mode="stochastic", random_bits=8, block_rows=16, hadamard_sign=0xFFFF),
     QuantizeSpec(four_over_six="mae", round_mode="stochastic", scale_rounding="up"),
 )
-RNG = torch.tensor([0x1234567890ABCDEF, 42])
-OPS = torch.ops.nvfp4
 
 
 def inputs() -> Iterator[tuple[str, Tensor]]:
@@ -57,29 +55,10 @@ def inputs() -> Iterator[tuple[str, Tensor]]:
             yield f"random bits {tuple(size)} {dtype}", torch.from_numpy(bits).view(dtype)
 
 
-def results(x: Tensor, spec: QuantizeSpec) -> Iterator[tuple[str, tuple]]:
-    """Yield ops by name, each with its results."""
-    bits = spec.pack()
-    amax, amax_t = selftest.own_amaxes(x, spec, RNG)
-    quantized = OPS.quantize(x, amax, RNG, bits, 32, 128, 128 + x.shape[1])
-    yield "quantize", quantized
-    yield "quantize_pair", OPS.quantize_pair(x, amax, amax_t, RNG, bits, bits)
-    for dtype in DTYPES:
-        yield f"dequantize {dtype}", (OPS.dequantize(*quantized, quantized[0].shape[1] * 2, dtype),)
-    yield "fake_quantize", OPS.fake_quantize(x, amax, RNG, bits, torch.float32, True)
-    yield "quantize_activation", OPS.quantize_activation(x, RNG, bits, torch.bfloat16)
-    for name, arguments in selftest.amax_arguments(x, spec, RNG).items():
-        found = getattr(OPS, name)(*arguments)
-        yield name, found if isinstance(found, tuple) else (found,)
-    if not spec.is_eden and spec.block_rows == 1 and spec.scale_ceiling is None:
-        by_row = dataclasses.replace(spec, row_scaled=True)
-        yield "quantize_rows", OPS.quantize_rows(x, None, RNG, by_row.pack())
-
-
-def digest(tensors: tuple) -> str:
+def digest(results: Tensor | tuple) -> str:
     """Return a digest of tensors' bits; all NaNs are one."""
     total = hashlib.sha256()
-    for t in tensors:
+    for t in (results,) if isinstance(results, Tensor) else results:
         if t.dtype == torch.float8_e4m3fn:
             t = t.view(torch.uint8)
         elif t.is_floating_point():
@@ -88,36 +67,19 @@ def digest(tensors: tuple) -> str:
     return total.hexdigest()[:16]
 
 
-def instruction_sets() -> list[str]:
-    """Return those of this machine, for what has the same bits on all of them."""
-    names = []
-    for name in ("avx512", "avx2", "neon", "portable"):
-        try:
-            native.set_instruction_set(name)
-        except ValueError:
-            continue
-        names.append(name)
-    return names
-
-
 def main() -> None:
-    sets = instruction_sets()
-    if not sets:
+    if not INSTRUCTION_SETS:
         raise SystemExit(f"no CPU library: {native.library('cpu').reason}")
     cases = 0
     for name, x in inputs():
         for spec in SPECS:
-            found: dict[str, dict[str, str]] = {}
-            for isa in sets:
-                native.set_instruction_set(isa)
-                for op, tensors in results(x, spec):
-                    found.setdefault(op, {})[isa] = digest(tensors)
-            for op, by_set in found.items():
-                if len(set(by_set.values())) > 1:
-                    raise SystemExit(f"{op} of {name} with {spec} differs: {by_set}")
-                print(f"{by_set[sets[0]]} {op}, {name}, {spec}")
+            for op, arguments in selftest.calls(x, spec).items():
+                found = {isa: digest(getattr(torch.ops.nvfp4, op)(*arguments)) for isa in each_instruction_set()}
+                if len(set(found.values())) > 1:
+                    raise SystemExit(f"{op} of {name} with {spec} differs: {found}")
+                print(f"{found[INSTRUCTION_SETS[0]]} {op}, {name}, {spec}")
                 cases += 1
-    print(f"{cases} cases, each with {', '.join(sets)}", file=sys.stderr)
+    print(f"{cases} cases, each with {', '.join(INSTRUCTION_SETS)}", file=sys.stderr)
 
 
 if __name__ == "__main__":
