@@ -162,7 +162,7 @@ def differing_bits(expected: Tensor, actual: Tensor) -> int:
     """Return how many elements differ in any bit; all, if shape or dtype differ. All NaNs are equal."""
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return max(expected.numel(), 1)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[expected.element_size()]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.element_size()]
     differ = expected.contiguous().view(integer) != actual.contiguous().view(integer)
     if expected.dtype.is_floating_point and expected.element_size() > 1:
         differ &= ~(expected.isnan() & actual.isnan())

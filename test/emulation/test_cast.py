@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.instruction_sets import assert_same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,15 +38,6 @@ def reference_nvfp4(x, round_mode, scale_mode, amax=None):
     return qdata, layout.unswizzle(scale, rows, qdata.shape[-1] // 8).view(torch.uint8), tensor_scale, values
 
 
-def same(a, b):
-    """Compare bits, treating all NaN as equal."""
-    bad = a.isnan()
-    if not torch.equal(bad, b.isnan()):
-        return False
-    a, b = a[~bad], b[~bad]
-    return torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
-
-
 @given(data=st.data(), rows=st.integers(0, 5), columns=st.integers(0, 70), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=60, deadline=None)
 def test_nvfp4_is_the_reference_for_any_values(data, rows, columns, dtype):
@@ -61,8 +53,8 @@ def test_nvfp4_is_the_reference_for_any_values(data, rows, columns, dtype):
         t = emulation.cast(x, "nvfp4", cast_mode="compressed", compute_mode=compute_mode, **how)
         assert torch.equal(t.data, qdata) and torch.equal(t.scale.view(torch.uint8).reshape(scale.shape), scale)
         assert torch.equal(t.tensor_scale, tensor_scale)
-        assert same(t.dequantize(), values)
-        assert same(emulation.cast(x, "nvfp4", compute_mode=compute_mode, **how), values)
+        assert_same_bits(t.dequantize(), values)
+        assert_same_bits(emulation.cast(x, "nvfp4", compute_mode=compute_mode, **how), values)
 
 
 # --- stochastic rounding ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import torch
 
 from nvfp4_tensor.numerics import eden, reference
 from nvfp4_tensor.ops import native
+from nvfp4_tensor.testing.selftest import differing_bits
 
 native.load()
 needs_library = pytest.mark.skipif(native.instruction_set() == "torch", reason="the CPU library is not built")
@@ -62,15 +63,8 @@ def assert_op(op, args, expected, device="cpu"):
 
 def assert_same_bits(actual, expected, what=""):
     """Assert equal shapes, dtypes and bits; all NaNs are equal."""
-    assert actual.shape == expected.shape and actual.dtype == expected.dtype, what
-    if actual.dtype == torch.float8_e4m3fn:
-        actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
-    if actual.is_floating_point():
-        differ = (actual != expected) | (actual.signbit() != expected.signbit())
-        differ &= ~(actual.isnan() & expected.isnan())
-    else:
-        differ = actual != expected
-    assert not differ.any(), f"{differ.sum()} of {actual.numel()} differ, {what}"
+    differing = differing_bits(expected, actual)
+    assert not differing, f"{differing} of {actual.numel()} differ, {what}"
 
 
 def sample(shape, dtype, seed=0):

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from helpers.bits import assert_same_bits
 from nvfp4_tensor import QuantizeSpec, quantize
 
 SEED = 5
@@ -47,14 +48,7 @@ def vector_step(ops, weight, grad, moments, step, device, element0=0, lr=1e-3):
     return [weight.cpu()], [m.cpu() for m in moments]
 
 
-def same(a, b):
-    """Equal bits; NaN of float32 is NaN, whatever its payload."""
-    if a.dtype == torch.float32:
-        a, b = a.nan_to_num(1.25), b.nan_to_num(1.25)
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-
-
 def assert_same(got, expected, rows=slice(None)):
     """Of (weight, state), each a list of tensors; the expected ones' rows."""
-    for mine, right in zip(itertools.chain(*got), itertools.chain(*expected), strict=True):
-        assert same(mine, right[rows] if right.dim() else right)
+    right = [each[rows] if each.dim() else each for each in itertools.chain(*expected)]
+    assert_same_bits(itertools.chain(*got), right)

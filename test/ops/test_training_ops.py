@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.bits import assert_same_bits
 
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.ops.schemas import plain
@@ -18,9 +19,8 @@ def transformed(spec):
 
 
 def assert_equal(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
-        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    assert_same_bits(got, expected)
+    assert [t.stride() for t in got] == [t.stride() for t in expected]
 
 
 def case(shape, dtype, device):
