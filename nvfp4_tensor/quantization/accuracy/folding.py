@@ -25,6 +25,7 @@ from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_m
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.linear import shared_parameters
 from nvfp4_tensor.quantization.quantize_call import Filter
+from nvfp4_tensor.tensor.description import CodedTensor
 from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 
 EXPONENTS = tuple(i / 10 for i in range(11))
@@ -65,7 +66,7 @@ def fold_scales(
     memory.
 
     Args:
-        model: a dense model.
+        model: a dense model. A norm that a linear in NVFP4 or FP8 reads is skipped.
         batches: the inputs of the model, as in :func:`calibrate`.
         config: how the weights will be quantized; NVFP4WeightOnlyConfig() by default.
         filter_fn: selects the linears that will be quantized, as in ``quantize_``. Other linears that read the same
@@ -111,7 +112,8 @@ class _Readers(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.by_weight = {id(m.weight): m for m in model.modules() if type(m) is nn.Linear}
+        dense = [m for m in model.modules() if type(m) is nn.Linear and not isinstance(m.weight, CodedTensor)]
+        self.by_weight = {id(m.weight): m for m in dense}
         self.outputs: dict[int, tuple[nn.Module, Tensor]] = {}
         self.linears: dict[nn.Module, list[nn.Linear]] = {}
         self.hessians: dict[nn.Module, Tensor] = {}

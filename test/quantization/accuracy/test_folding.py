@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4WeightOnlyConfig
+from nvfp4_tensor import NVFP4WeightOnlyConfig, quantize
 from nvfp4_tensor.quantization import fold_scales
 from nvfp4_tensor.quantization.accuracy.folding import EXPONENTS
 
@@ -152,6 +152,7 @@ UNFOLDABLE = {
     ),
     "a linear of two norms": lambda m: setattr(m[0], "q", m[1].q),
     "a weight read directly": read_by(lambda block, y: block.k.weight.sum(dim=0)),
+    "a linear of codes": lambda m: setattr(m[0].k, "weight", nn.Parameter(quantize(m[0].k.weight.detach()), False)),
     "returned": _returned_what_is_read,
 }
 
