@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.table import Layout, Scheme, TableFormat, method_of
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
@@ -96,6 +97,12 @@ class TorchAO(TableFormat):
         odd = [n for n, e in checkpoint.entries.items() if e.quantized and len(e.shape) > 2 and e.shape[-2] % TILE_ROWS]
         if odd:
             raise ValueError(f"torchao's swizzled experts need rows in multiples of {TILE_ROWS}, unlike {some(odd)}")
+        experts = [name for name, e in checkpoint.entries.items() if e.quantized and ".experts." in name]
+        if experts and checkpoint.config:
+            warn_user(
+                f"by TorchAoConfig, transformers gives {some(experts)} random values: load them by checkpoints.load, "
+                "or choose modelopt"
+            )
 
     def metadata(self, checkpoint: Checkpoint) -> dict[str, str]:
         names = sorted(checkpoint.entries, key=natural)

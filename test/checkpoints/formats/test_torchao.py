@@ -93,6 +93,9 @@ def test_experts(tmp_path):
     """Their rows are swizzled apart, in tiles of 128."""
     experts = quantize_experts(torch.randn(2, 128, 64) * torch.tensor([1.0, 5.0])[:, None, None])
     checkpoints.save({"experts.down_proj": experts}, tmp_path / "a", format="torchao", progress=False)
+    with pytest.warns(UserWarning, match="random values: load them by checkpoints.load"):  # the folder of a model
+        state = {"mlp.experts.0.w1.weight": experts[0]}
+        checkpoints.save(state, tmp_path / "b", format="torchao", config={"model_type": "mixtral"}, progress=False)
     state, _ = unflatten_tensor_state_dict(load_file(tmp_path / "a/model.safetensors"), Shards(tmp_path / "a").metadata)
     assert torch.allclose(state["experts.down_proj"].dequantize(torch.float32), experts.dequantize(), rtol=1e-6)
     with checkpoints.read(tmp_path / "a") as read:
