@@ -94,11 +94,9 @@ class Decoder:
 
     def install(self) -> None:
         """Replace the model's forward and the two methods of ``generate`` that concern it."""
-        caches: Any = Caches(self)
-        kwargs: Any = MaskKeeper(self)
         self.model.forward = self
-        setattr(self.model, CACHES, caches)
-        setattr(self.model, KWARGS, kwargs)
+        setattr(self.model, CACHES, self.prepare_cache)
+        setattr(self.model, KWARGS, self.next_arguments)
 
     def plan(self) -> Plan | None:
         """Return the plan of the current model, or None, with one warning, if there is none."""
@@ -375,6 +373,41 @@ class Decoder:
         assert self._known is not None and self._known[0] is mask
         return self._known[2]
 
+    def prepare_cache(self, config: Any, arguments: dict[str, Any], mode: Any, batch_size: int, length: int) -> None:
+        """Create the cache in ``generate``: a step needs one with fixed buffers."""
+        model, device = self.model, next(self.model.parameters()).device
+        if self.invariant and getattr(config, "prefill_chunk_size", None):
+            raise ValueError("batch_invariant=True reads prompts whole: set prefill_chunk_size to None")
+        if (
+            mode in _TOKEN_BY_TOKEN
+            and batch_size * config.num_return_sequences <= MAX_BATCH
+            and config.cache_implementation in (None, "static")
+            and config.use_cache is not False
+            and not config.is_assistant
+            and cache_in(arguments) is None
+            and not torch.is_grad_enabled()
+            and "prepare_inputs_for_generation" not in vars(model)  # set by peft's prefixes, for a dynamic cache
+            and not torch.is_autocast_enabled(device.type)  # under which keys and values differ in dtype
+            and self.plan() is not None
+        ):
+            arguments[CACHE] = self.new_cache(length)
+        else:
+            type(model)._prepare_cache_for_generation(model, config, arguments, mode, batch_size, length)
+        stops = getattr(config, "_eos_token_tensor", None)
+        if stops is not None and mode in _TOKEN_BY_TOKEN and type(cache_in(arguments)) is FixedCache:
+            arguments[ENDINGS] = Endings(stops)
+
+    def next_arguments(self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Make the next mask in ``generate``, whose padding is that of the last one."""
+        model, mask = self.model, model_kwargs.get("attention_mask")
+        with self.lock:
+            is_known = self.knows(mask)
+            padding = self.padding_of(mask) if is_known and mask is not None else None
+        updated = type(model)._update_model_kwargs_for_generation(model, outputs, model_kwargs, *args, **kwargs)
+        if is_known:
+            self.know(updated["attention_mask"], padding)
+        return updated
+
     def _output(self, logits: Tensor, cache: Any) -> Any:
         description = None if self._plan is None else self._plan.description
         if description is not None and description.has_router_logits:
@@ -424,51 +457,3 @@ def padding_of(mask: Tensor) -> tuple[bool, Padding | None]:
 
 def _version(mask: Tensor) -> int | None:
     return None if mask.is_inference() else mask._version
-
-
-class Caches:
-    """Replaces the method of ``generate`` that creates the cache: a step needs one with fixed buffers."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
-
-    def __call__(self, config: Any, arguments: dict[str, Any], mode: Any, batch_size: int, length: int) -> Any:
-        decoder, model = self.decoder, self.decoder.model
-        device = next(model.parameters()).device
-        if decoder.invariant and getattr(config, "prefill_chunk_size", None):
-            raise ValueError("batch_invariant=True reads prompts whole: set prefill_chunk_size to None")
-        if (
-            mode in _TOKEN_BY_TOKEN
-            and batch_size * config.num_return_sequences <= MAX_BATCH
-            and config.cache_implementation in (None, "static")
-            and config.use_cache is not False
-            and not config.is_assistant
-            and cache_in(arguments) is None
-            and not torch.is_grad_enabled()
-            and "prepare_inputs_for_generation" not in vars(model)  # set by peft's prefixes, for a dynamic cache
-            and not torch.is_autocast_enabled(device.type)  # under which keys and values differ in dtype
-            and decoder.plan() is not None
-        ):
-            arguments[CACHE] = decoder.new_cache(length)
-        else:
-            type(model)._prepare_cache_for_generation(model, config, arguments, mode, batch_size, length)
-        stops = getattr(config, "_eos_token_tensor", None)
-        if stops is not None and mode in _TOKEN_BY_TOKEN and type(cache_in(arguments)) is FixedCache:
-            arguments[ENDINGS] = Endings(stops)
-
-
-class MaskKeeper:
-    """Replaces the method of ``generate`` that makes the next mask, whose padding is that of the last one."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self.decoder = decoder
-
-    def __call__(self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        decoder, model, mask = self.decoder, self.decoder.model, model_kwargs.get("attention_mask")
-        with decoder.lock:
-            is_known = decoder.knows(mask)
-            padding = decoder.padding_of(mask) if is_known and mask is not None else None
-        updated = type(model)._update_model_kwargs_for_generation(model, outputs, model_kwargs, *args, **kwargs)
-        if is_known:
-            decoder.know(updated["attention_mask"], padding)
-        return updated

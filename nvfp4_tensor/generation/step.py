@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from nvfp4_tensor.generation.decoder import CACHES, KWARGS, Caches, DecodeCounts, Decoder, MaskKeeper
+from nvfp4_tensor.generation.decoder import CACHES, KWARGS, DecodeCounts, Decoder
 
 
 def decode_natively(model: PreTrainedModel, enable: bool = True, *, batch_invariant: bool = False) -> PreTrainedModel:
@@ -90,6 +90,7 @@ def _head(model: PreTrainedModel) -> nn.Module | None:
 def _restore(model: Any) -> Any:
     """Remove what an earlier call has set."""
     for name in ("forward", CACHES, KWARGS):
-        if isinstance(vars(model).get(name), Decoder | Caches | MaskKeeper):
+        own = vars(model).get(name)
+        if isinstance(getattr(own, "__self__", own), Decoder):
             delattr(model, name)
     return model
