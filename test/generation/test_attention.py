@@ -90,25 +90,40 @@ def test_padded_batches_beams_and_samples(how, kind, calls):
     assert calls["in place"] == capped + [1] * 38 and not calls["decoded"]
 
 
-@pytest.mark.parametrize("size, recent, dtype", [
-    (1, 0, torch.float32), (7, 40, torch.float32), (16, 0, torch.float32), (30, 40, torch.float32),
-    (1, 40, torch.bfloat16),
-])  # fmt: skip
-def test_a_prompt_in_chunks(size, recent, dtype, calls):
-    """A chunk attends to the codes before it, and to itself dense, or, without dense tokens, rounded."""
-    model = dense_model(dtype=dtype)
-    ids = torch.randint(128, (2, 100), generator=torch.Generator().manual_seed(1))
-    logits = []
-    for implementation, cache in (("sdpa", decoded_cache(model, recent=recent)), ("nvfp4", None)):
-        calls["decoded"] = 0
-        model.set_attn_implementation(implementation)
-        cache = cache or nvfp4_cache(model.config, recent=recent)
+def in_chunks(model, ids, sizes, implementation, cache, seen=None):
+    """Return the logits of a prompt that is read in chunks."""
+    model.set_attn_implementation(implementation)
+    parts, end = [], 0
+    for size in sizes:
+        begin, end = end, end + size
+        how = {} if seen is None else {"attention_mask": seen[:, :end]}
         with torch.no_grad():
-            logits.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split(size, dim=1)], 1))
-    error = (logits[0] - logits[1]).float().norm() / logits[0].float().norm()
-    assert error < (1e-5 if dtype == torch.float32 else 0.02)
-    assert set(calls["in place"]) <= {size, 100 % size or size} and size in calls["in place"]
-    assert not calls["decoded"]
+            parts.append(model(ids[:, begin:end], past_key_values=cache, **how).logits.float())
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("kind, recent, sizes, padding, options", [
+    ("Llama", 0, [1] * 50, 0, {}), ("Llama", 40, [7] * 14, 5, {}), ("Llama", 0, [16] * 6, 9, {}),
+    ("Llama", 40, [30, 30, 30, 10], 0, {}), ("Llama", 40, [1] * 70, 0, {"dtype": torch.bfloat16}),
+    ("Gemma2", 4, [20, 1, 15, 1, 1, 22], 9, {"sliding_window": 12}),
+    ("Gemma2", 4, [20, 1, 15, 1, 1, 22], 0, {"sliding_window": 12}),
+    ("Gemma2", 4, [20, 1, 15, 1, 1, 22], 9, {"sliding_window": 4096}),
+], ids=str)  # fmt: skip
+def test_a_prompt_in_chunks(kind, recent, sizes, padding, options, calls):
+    """A chunk attends to the codes before it, and to itself dense, or, without dense tokens, rounded.
+
+    Every other layer of Gemma 2 has a window, and a cache of its own.
+    """
+    model = dense_model(kind, **options)
+    ids = torch.randint(1, 128, (2, sum(sizes)), generator=torch.Generator().manual_seed(1))
+    seen = (torch.arange(sum(sizes)) >= torch.tensor([[padding], [0]])).long()
+    logits = []
+    for implementation in ("eager", "nvfp4"):
+        calls.update({"in place": [], "decoded": 0})
+        cache = nvfp4_cache(model.config, recent=recent)
+        logits.append(in_chunks(model, ids, sizes, implementation, cache, seen if padding else None)[seen.bool()])
+    assert (logits[1] - logits[0]).norm() < (0.02 if "dtype" in options else 1e-5) * logits[0].norm()
+    assert calls["in place"] and set(calls["in place"]) <= set(sizes) and not calls["decoded"]
 
 
 @pytest.mark.gpu
@@ -116,16 +131,27 @@ def test_a_prompt_in_chunks(size, recent, dtype, calls):
 def test_on_cuda_short_chunks_read_codes_and_long_ones_decode_them(size, calls):
     model = dense_model(dtype=torch.bfloat16).cuda()
     ids = torch.randint(128, (2, 500), generator=torch.Generator().manual_seed(1)).cuda()
-    logits = []
-    for implementation, cache in (("sdpa", decoded_cache(model)), ("nvfp4", nvfp4_cache(model.config))):
-        calls["in place"], calls["decoded"] = [], 0
-        model.set_attn_implementation(implementation)
-        with torch.no_grad():
-            model(ids[:, :400], past_key_values=cache)
-            parts = [model(part, past_key_values=cache).logits for part in ids[:, 400:].split(size, dim=1)]
-        logits.append(torch.cat(parts, dim=1).float())
-    assert (logits[0] - logits[1]).norm() < 0.02 * logits[0].norm()
+    sizes = [400, *[size] * (100 // size)]
+    expected = in_chunks(model, ids, sizes, "sdpa", decoded_cache(model))
+    calls.update({"in place": [], "decoded": 0})
+    got = in_chunks(model, ids, sizes, "nvfp4", nvfp4_cache(model.config))
+    assert (expected - got)[:, 400:].norm() < 0.02 * expected[:, 400:].norm()
     assert (size > attention.MOST_NEW_TOKENS) == bool(calls["decoded"]) == (not calls["in place"])
+
+
+@pytest.mark.parametrize("implementation, dtype", [
+    ("eager", torch.bfloat16), ("sdpa", torch.float16), ("nvfp4", torch.bfloat16),
+])  # fmt: skip
+def test_a_cache_under_autocast(implementation, dtype):
+    """Keys are float32 and values 16 bits: both are stored, and attention is that of the decoded cache."""
+    model, sizes, cache = dense_model(), [13] * 4 + [8], nvfp4_cache(dense_model().config, recent=8)
+    ids = torch.randint(1, 128, (1, 60), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype):
+        expected = in_chunks(model, ids, sizes, "eager", decoded_cache(model, recent=8))
+        got = in_chunks(model, ids, sizes, implementation, cache)
+    keys, values = cache.layers[0].update(torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1, 32, dtype=dtype))
+    assert keys.dtype == torch.float32 and values.dtype == dtype and keys.shape[2] == values.shape[2] == 61
+    assert (got - expected).norm() < 0.03 * expected.norm()
 
 
 # --- what falls back -------------------------------------------------------------------------------------------------
@@ -214,26 +240,6 @@ def test_states_are_not_read_after_the_cache_changed():
         keys + 1
 
 
-@pytest.mark.parametrize("window, padded", [(12, True), (12, False), (4096, True)])
-def test_soft_caps_in_sliding_layers(window, padded):
-    """Gemma 2 as it is, every other layer with a window: chunks of a prompt, tokens, and padding on the left."""
-    model = dense_model("Gemma2", sliding_window=window)
-    assert model.config.layer_types == ["sliding_attention", "full_attention"]
-    ids = torch.randint(1, 128, (2, 60), generator=torch.Generator().manual_seed(1))
-    seen = torch.ones_like(ids)
-    seen[0, : 9 * padded] = 0
-    logits = []
-    for implementation in ("eager", "nvfp4"):
-        model.set_attn_implementation(implementation)
-        cache, parts, end = nvfp4_cache(model.config, recent=4), [], 0
-        for size in (20, 1, 15, 1, 1, 22):
-            begin, end = end, end + size
-            with torch.no_grad():
-                parts.append(model(ids[:, begin:end], attention_mask=seen[:, :end], past_key_values=cache).logits)
-        logits.append(torch.cat(parts, 1)[seen.bool()])
-    torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
-
-
 def test_gradients_of_capped_scores():
     model = dense_model("Gemma2", sliding_window=12)
     ids = torch.randint(1, 128, (2, 30), generator=torch.Generator().manual_seed(1))
@@ -271,20 +277,3 @@ def test_capped_scores_of_an_encoder(grad):
         with torch.set_grad_enabled(grad):
             logits.append(model(input_ids=ids, decoder_input_ids=ids[:, :7]).logits)
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("implementation, dtype", [
-    ("eager", torch.bfloat16), ("sdpa", torch.float16), ("nvfp4", torch.bfloat16),
-])  # fmt: skip
-def test_a_cache_under_autocast(implementation, dtype):
-    """Keys are float32 and values 16 bits: both are stored, and attention is that of the decoded cache."""
-    model = dense_model()
-    ids = torch.randint(1, 128, (1, 60), generator=torch.Generator().manual_seed(1))
-    logits = []
-    for cache in (decoded_cache(model, recent=8), nvfp4_cache(model.config, recent=8)):
-        model.set_attn_implementation("eager" if logits == [] else implementation)
-        with torch.no_grad(), torch.autocast("cpu", dtype):
-            logits.append(torch.cat([model(part, past_key_values=cache).logits for part in ids.split(13, dim=1)], 1))
-    keys, values = cache.layers[0].update(torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1, 32, dtype=dtype))
-    assert keys.dtype == torch.float32 and values.dtype == dtype and keys.shape[2] == values.shape[2] == 61
-    assert (logits[1] - logits[0]).norm() < 0.03 * logits[0].norm()
