@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
 transformers = pytest.importorskip("transformers")
 from helpers.texts import relative_error, written  # noqa: E402
@@ -297,16 +297,6 @@ def parametrization(rng, model, donor):
     return lambda: parametrize.remove_parametrizations(module, "weight", leave_parametrized=rng.random() < 0.5)
 
 
-def orthogonal(rng, model, donor):
-    """torch's own parametrization of a dense output layer."""
-    if isinstance(model.lm_head.weight, NVFP4Tensor) or parametrize.is_parametrized(model.lm_head):
-        return None
-    model.lm_head.float()
-    parametrizations.weight_norm(model.lm_head)
-    model.lm_head.bfloat16()
-    return lambda: parametrize.remove_parametrizations(model.lm_head, "weight")
-
-
 def patched_class(rng, model, donor):
     cls = type(model.model.norm if rng.random() < 0.5 else model.model)
     forward = cls.forward
@@ -334,7 +324,7 @@ PARTS = [
     of_parts("_buffers", copy_into), set_constant, load_state_dict, replace_child, new_list, reverse_layers, quantize,
     new_config,
 ]  # fmt: skip
-TAKEN_BACK = [inner_hook, parametrization, orthogonal, patched_class, quantize_activations]
+TAKEN_BACK = [inner_hook, parametrization, patched_class, quantize_activations]
 """Changes that a native step does not support. Those that are no part of the model would not be copied with it."""
 
 

@@ -11,6 +11,7 @@ from torchao.quantization import quantize_
 from nvfp4_tensor import NVFP4WeightOnlyConfig
 from nvfp4_tensor.generation import decode_counts, decoder, ended_texts, generate, nvfp4_cache, text
 from nvfp4_tensor.generation.cache_argument import CACHE
+from nvfp4_tensor.generation.fixed_cache import FixedCache
 from nvfp4_tensor.generation.runner import Runner
 
 TEXTS, TOKENS = 7, 24
@@ -55,74 +56,56 @@ def assert_alike(x, y, way):
     assert torch.equal(x, y) if way != "cuda" else (x == y).float().mean() > 0.6
 
 
-def mask_of(ids, padded):
-    starts = torch.tensor([0, 3, 1, 0, 2, 5, 4] if padded else [0] * TEXTS, device=ids.device)
-    return (torch.arange(ids.shape[1], device=ids.device) >= starts[:, None]).long()
+def by_iterator(model, ids, mask, stops, codes=False, **options):
+    """Return tokens, the cache, and no logits."""
+    config = model.config
+    cache = nvfp4_cache(config, max_tokens=64, recent=4, sink=2) if codes else FixedCache(config.num_hidden_layers, 64)
+    how = {"attention_mask": mask, "cache": cache, "max_new_tokens": TOKENS, "stop_tokens": stops, **options}
+    return torch.stack(list(generate(model, ids, **how)), 1), cache, ()
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "top_k": 20, "seed": 3}], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("kind", [None, "codes"])
-def test_generation_generate(kind, options, padded, way, natively, rows, monkeypatch):
-    """And a cache that is given has all texts in their places."""
-    if kind == "codes" and way == "step":
+def by_transformers(model, ids, mask, stops, **options):
+    torch.manual_seed(7)
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=TOKENS, return_dict_in_generate=True, output_logits=True,
+        eos_token_id=stops or None, **options,
+    )  # fmt: skip
+    return out.sequences[:, ids.shape[1] :].cpu(), out[CACHE], out.logits
+
+
+SAMPLING = {"temperature": 1.5, "top_k": 20, "seed": 3}
+
+
+@pytest.mark.parametrize("write, padded, options", [
+    (by_iterator, True, {}), (by_iterator, False, SAMPLING), (by_iterator, False, {"codes": True}),
+    (by_iterator, True, {"codes": True, **SAMPLING}), (by_transformers, True, {"do_sample": False, "pad_token_id": 0}),
+    (by_transformers, True, {"do_sample": True, "temperature": 1.5, "pad_token_id": 2}),
+    (by_transformers, False, {"do_sample": True, "num_return_sequences": TEXTS, "pad_token_id": 0}),
+], ids=lambda v: getattr(v, "__name__", str(v)))  # fmt: skip
+def test_texts_that_go_on_are_as_if_all_did(write, padded, options, way, natively, rows, monkeypatch):
+    """And all texts are in their places of the cache."""
+    if "codes" in options and way == "step":
         pytest.skip("a CPU's operator reads dense caches")
-    model = model_of("Llama", natively)
-    ids, mask = prompt(model, TEXTS, 12), mask_of(prompt(model, TEXTS, 12), padded)
-
-    def write(**more):
-        cache = None if kind is None else nvfp4_cache(model.config, max_tokens=64, recent=4, sink=2)
-        more = {"attention_mask": mask, "cache": cache, **options, **more}
-        return torch.stack(list(generate(model, ids, max_new_tokens=TOKENS, **more)), 1), cache
-
-    stops = stops_for(write()[0], 4)
+    model = model_of("Llama" if write is by_iterator else "Qwen3", natively)
+    ids = prompt(model, TEXTS, 12)[: 1 if "num_return_sequences" in options else TEXTS]
+    starts = torch.tensor([0, 3, 1, 0, 2, 5, 4] if padded else [0] * len(ids), device=ids.device)
+    mask = (torch.arange(12, device=ids.device) >= starts[:, None]).long()
+    stops = stops_for(write(model, ids, mask, (), **options)[0], 4)
     rows.clear()
-    tokens, cache = write(stop_tokens=stops)
+    tokens, cache, logits = write(model, ids, mask, stops, **options)
     assert rows[0] == TEXTS and rows[-1] in (1, 2, 4) and sorted(rows, reverse=True) == rows
     all_go_on(monkeypatch)
-    expected, other = write(stop_tokens=stops)
+    expected, other, its_logits = write(model, ids, mask, stops, **options)
     assert_alike(tokens, expected, way)
-    if kind == "codes" and way != "cuda":
-        going_on = ~torch.isin(expected[:, :-1], torch.tensor(stops)).any(1)
-        assert 0 < going_on.sum() < TEXTS
-        for layer, same in zip(cache.layers, other.layers, strict=True):
-            for x, y in ((layer.keys, same.keys), (layer.values, same.values)):
-                assert torch.equal(x.clone()[going_on], y.clone()[going_on]) and x.clone().isfinite().all()
-
-
-@pytest.mark.parametrize("options", [
-    {"do_sample": False}, {"do_sample": True, "temperature": 1.5}, {"num_return_sequences": TEXTS, "do_sample": True},
-], ids=["greedy", "sampling", "sequences"])  # fmt: skip
-@pytest.mark.parametrize("pad", [0, 2])
-def test_generate_of_transformers(pad, options, way, natively, rows, monkeypatch):
-    model = model_of("Qwen3", natively)
-    ids = prompt(model, TEXTS, 12)
-    mask = mask_of(ids, "num_return_sequences" not in options)
-    if "num_return_sequences" in options:
-        ids, mask = ids[:1], mask[:1]
-
-    def write(**more):
-        torch.manual_seed(7)
-        return model.generate(
-            ids, attention_mask=mask, max_new_tokens=TOKENS, pad_token_id=pad, return_dict_in_generate=True,
-            output_logits=True, **options, **more,
-        )  # fmt: skip
-
-    stops = stops_for(write(eos_token_id=None).sequences[:, 12:].cpu(), 4)
-    rows.clear()
-    out = write(eos_token_id=stops)
-    assert rows[0] == TEXTS and rows[-1] in (1, 2, 4) and sorted(rows, reverse=True) == rows
-    all_go_on(monkeypatch)
-    expected = write(eos_token_id=stops)
-    assert_alike(out.sequences, expected.sequences, way)
-    assert decode_counts(model).transformers == (3 if way == "step" else 0)
+    assert decode_counts(model).transformers == (3 if way == "step" or "codes" in options else 0)  # the prompts
     if way == "cuda":
         return
-    going_on = ~torch.isin(expected.sequences[:, 12:-1], torch.tensor(stops, device=ids.device)).any(1)
+    going_on = ~torch.isin(expected[:, :-1], torch.tensor(stops)).any(1)
     assert 0 < going_on.sum() < TEXTS
-    assert all(torch.equal(x[going_on], y[going_on]) for x, y in zip(out.logits, expected.logits, strict=True))
-    for layer, same in zip(out[CACHE].layers, expected[CACHE].layers, strict=True):
-        assert torch.equal(layer.keys[going_on], same.keys[going_on])
+    assert all(torch.equal(x[going_on], y[going_on]) for x, y in zip(logits, its_logits, strict=True))
+    for layer, same in zip(cache.layers, other.layers, strict=True):
+        for x, y in ((layer.keys, same.keys), (layer.values, same.values)):
+            assert torch.equal(x.clone()[going_on], y.clone()[going_on]) and x.clone().isfinite().all()
 
 
 def test_a_token_that_ends_texts_given_by_the_user(way, natively, rows):
