@@ -25,16 +25,20 @@ PRE_SCALED = ("o_proj", "down_proj")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def nvfp4(weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
-    """Compress a weight (N, K) with compressed-tensors, by the scales that llm-compressor and AutoRound compute."""
-    from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-    from compressed_tensors.quantization.quant_scheme import NVFP4A16
+def compressed_by(preset: str, format: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Compress a weight (N, K) with its scales by the package compressed-tensors."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
+    return BaseCompressor.get_value_from_registry(format).compress(state, preset_name_to_scheme(preset, ["Linear"]))
+
+
+def nvfp4(weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
+    """Compress a weight by the scales that llm-compressor and AutoRound compute."""
     divisor = (2688 / amax).reshape(1)
     scale = (divisor * weight.unflatten(-1, (-1, 16)).abs().amax(-1) / 6).to(torch.float8_e4m3fn)
     state = {"weight": weight, "weight_scale": scale.float(), "weight_global_scale": divisor}
-    return NVFP4PackedCompressor.compress(state, QuantizationScheme(**NVFP4A16, targets=["Linear"]))
+    return compressed_by("NVFP4A16", _NVFP4, state)
 
 
 def group_amax(tensors: dict[str, Tensor], name: str) -> Tensor:
@@ -51,13 +55,8 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
 
 
 def mxfp4(weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
-    from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
-    from compressed_tensors.quantization import QuantizationScheme
-    from compressed_tensors.quantization.quant_scheme import MXFP4A16
-
     scale = torch.exp2(weight.unflatten(-1, (-1, 32)).abs().amax(-1).log2().floor() - 2)
-    scheme = QuantizationScheme(**MXFP4A16, targets=["Linear"])
-    return MXFP4PackedCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
+    return compressed_by("MXFP4A16", _MXFP4, {"weight": weight, "weight_scale": scale})
 
 
 def decoded(parts: dict[str, Tensor]) -> Tensor:
