@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.checkpoint_folders import dense_tensors, edit, same_files, write_dense
+from helpers.checkpoint_folders import edit
 from helpers.coded_folders import in_blocks, write_coded
 
 from nvfp4_tensor import checkpoints
@@ -47,25 +47,6 @@ def test_all_ways_to_store_it(tmp_path, name):
         assert "static scales of activations, 1 weights" in source.report(())
     (listed,) = inspection.inspect(tmp_path / "a", progress=False).listed
     assert "FP8" in listed.kind
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_half_of_a_model(tmp_path, nested):
-    """MLPs in FP8 beside dense attention, with the configuration in text_config, or none."""
-    tensors = dense_tensors()
-    mlps = {name: in_blocks(t.float(), 128, 128) for name, t in tensors.items() if "mlp" in name}
-    write_dense(tmp_path / "decoded", tensors | {name: values.bfloat16() for name, (_, _, values) in mlps.items()})
-    stored = {f"{name}_scale_inv": scale for name, (_, scale, _) in mlps.items()}
-    stored |= tensors | {name: codes for name, (codes, _, _) in mlps.items()}
-    inner = {"text_config": {"quantization_config": DEEPSEEK}} if nested else {}
-    write_coded(tmp_path / "coded", stored, **inner)
-    (tmp_path / "coded/tokenizer.json").write_text("{}")
-    for name in ("coded", "decoded"):
-        checkpoints.quantize(tmp_path / name, tmp_path / f"{name}-out", progress=False)
-    if nested:
-        assert "fp8" not in (tmp_path / "coded-out/config.json").read_text()
-        (tmp_path / "coded-out/config.json").write_bytes((tmp_path / "decoded-out/config.json").read_bytes())
-    assert same_files(tmp_path / "coded-out", tmp_path / "decoded-out")
 
 
 REFUSED = {

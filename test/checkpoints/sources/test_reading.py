@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoint_folders import dense_tensors, same_files, write_dense
+from helpers.checkpoint_folders import dense_tensors, edit_json, same_files, write_dense
 from helpers.coded_folders import in_fp8, in_gptq, write_coded
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
 from torchao.quantization import Int8Tensor, PerRow
@@ -21,7 +21,7 @@ from nvfp4_tensor.checkpoints.io.safetensors import ShardFile
 from nvfp4_tensor.checkpoints.sources import coded
 
 
-@pytest.fixture(params=["gptq", "torchao"])
+@pytest.fixture(params=["gptq", "torchao", "fp8", "fp8 without settings", "fp8 in text_config"])
 def pair(request, tmp_path):
     """A folder of a small Llama in another quantization, and one with the values of its codes."""
     tensors = dense_tensors()
@@ -29,6 +29,12 @@ def pair(request, tmp_path):
         coded, decoded = in_gptq(tensors)
         write_coded(tmp_path / "coded", coded)
         (tmp_path / "coded/quantize_config.json").write_text(json.dumps({"checkpoint_format": "gptq_v2", "bits": 4}))
+    elif "fp8" in request.param:
+        coded, decoded = in_fp8(tensors, block=32)
+        fp8 = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+        settings = {} if request.param == "fp8 without settings" else {"quantization_config": fp8}
+        nested = request.param == "fp8 in text_config"
+        write_coded(tmp_path / "coded", coded, **({"text_config": settings} if nested else settings))
     else:
         weights = {name: Int8Tensor.from_hp(t, PerRow()) if "_proj" in name else t for name, t in tensors.items()}
         decoded = {name: t.dequantize() if "_proj" in name else t for name, t in weights.items()}
@@ -36,6 +42,8 @@ def pair(request, tmp_path):
         write_coded(tmp_path / "coded", coded, {"quant_method": "torchao"}, metadata)
     (tmp_path / "coded/tokenizer.json").write_text("{}")
     write_dense(tmp_path / "decoded", decoded)
+    if request.param == "fp8 in text_config":
+        edit_json(tmp_path / "decoded/config.json", lambda config: config.update(text_config={}))
     return tmp_path
 
 
@@ -59,9 +67,9 @@ def test_in_pieces(pair, monkeypatch):
 def test_inspect_and_convert_say_what_reads_it(pair):
     found = inspection.inspect(pair / "coded", progress=False)
     assert sum(found.coded.values()) == len(found.listed) == 12 and not found.quantized
-    assert {each.kind for each in found.listed} <= {"GPTQ int4", "torchao Int8Tensor"}
+    assert {each.kind for each in found.listed} <= {"GPTQ int4", "torchao Int8Tensor", "FP8 in blocks of 32x32"}
     assert all(4 < each.bits < 9 for each in found.listed)
-    with pytest.raises(ValueError, match=r"another quantization than NVFP4|expected tensors of torchao's NVFP4Tensor"):
+    with pytest.raises(ValueError, match=r"another quantization than NVFP4|torchao's NVFP4Tensor|one quantized by fp8"):
         checkpoints.convert(pair / "coded", pair / "out", to="modelopt", progress=False)
 
 

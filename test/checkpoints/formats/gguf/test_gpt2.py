@@ -102,7 +102,9 @@ def test_weights_left_dense_are_transposed_once(tmp_path, model):
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_a_published_folder_gives_the_file_of_the_model(tmp_path, published, head):
+def test_a_published_folder_gives_the_file_of_the_model(tmp_path, model, published, head):
+    with torch.no_grad():
+        assert torch.equal(open_model(published)(IDS).logits, model(IDS).logits)
     options = {"to": "gguf", "tokenizer": None, "quantize_lm_head": head, "progress": False}
     checkpoints.quantize(tmp_path / "dense", tmp_path / "a.gguf", **options)
     checkpoints.quantize(published, tmp_path / "b.gguf", **options)
@@ -131,11 +133,6 @@ def test_a_quantized_output_layer_is_a_copy_of_the_embedding(tmp_path, model, pu
         assert (
             isinstance(again.lm_head.weight, NVFP4Tensor) and again.transformer.wte.weight is not again.lm_head.weight
         )
-
-
-def test_a_published_folder_opens(model, published):
-    with torch.no_grad():
-        assert torch.equal(open_model(published)(IDS).logits, model(IDS).logits)
 
 
 def test_the_tokenizer_of_a_file_opens(tmp_path, model):
