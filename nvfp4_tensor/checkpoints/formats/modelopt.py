@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nvfp4_tensor import __version__
 from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.architectures import TRANSPOSED_EXPERTS
 from nvfp4_tensor.checkpoints.checkpoint import FP8_CACHE, Checkpoint, Entry, is_fp8_cache
@@ -54,6 +54,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     AWQ: {"group_size": BLOCK, "has_zero_point": False, "pre_quant_scale": True},
 }
 """Further settings of an algorithm's layers."""
+
+PRODUCER = {"name": "modelopt", "version": LAYOUT_VERSION, "written_by": f"nvfp4_tensor {__version__}"}
+"""Servers accept hf_quant_config.json only from a producer with this name."""
 
 LAYOUT = Layout(
     keys={
@@ -239,7 +242,7 @@ def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
     algorithms = {name: str(FORMAT.fp8_name(entry) or usual[name]) for name, entry in entries.items()}
     if any(has_pre_scale(name, checkpoint.entries) for name in checkpoint.entries):
         algorithms = {name: AWQ if each in ALGORITHMS else each for name, each in algorithms.items()}
-    layers = {name: SETTINGS.get(algorithm, {}) | {"quant_algo": algorithm} for name, algorithm in algorithms.items()}
+    layers = {name: SETTINGS.get(each, {}) | {"quant_algo": each} for name, each in algorithms.items()}
     found = list(layers.values()) or [{"quant_algo": "W4A16_NVFP4", "group_size": BLOCK}]
     if all(each == found[0] for each in found):
         return found[0]
@@ -250,7 +253,7 @@ def hf_quant_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return hf_quant_config.json. Servers need group_size, kv_cache_quant_algo and exclude_modules."""
     cache = "FP8" if is_fp8_cache(checkpoint.cache) else checkpoint.cache
     quantization = {**quantization_of(checkpoint), "kv_cache_quant_algo": cache if isinstance(cache, str) else None}
-    return {"producer": _producer(), "quantization": {**quantization, "exclude_modules": dense_linears(checkpoint)}}
+    return {"producer": dict(PRODUCER), "quantization": {**quantization, "exclude_modules": dense_linears(checkpoint)}}
 
 
 def flat_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -269,7 +272,7 @@ def flat_config(checkpoint: Checkpoint) -> dict[str, Any]:
         "config_groups": {
             f"group_{i}": _group(algorithm, sorted(targets)) for i, (algorithm, targets) in enumerate(groups.items())
         },
-        "producer": _producer(),
+        "producer": dict(PRODUCER),
     }
 
 
@@ -283,12 +286,3 @@ def _group(algorithm: str, targets: list[str]) -> dict[str, Any]:
     strategies = {(0, 0): {}, (1, 0): {"strategy": "channel"}}
     block = strategies.get(spec.block, {"strategy": "block", "block_structure": list(spec.block)})
     return {**activations, "weights": {**arguments, **block}, "targets": targets}
-
-
-def _producer() -> dict[str, str]:
-    """Return the producer. Servers accept hf_quant_config.json only from one with this name."""
-    try:
-        ours = version("nvfp4-tensor")
-    except PackageNotFoundError:
-        ours = "unknown"
-    return {"name": "modelopt", "version": LAYOUT_VERSION, "written_by": f"nvfp4_tensor {ours}"}
