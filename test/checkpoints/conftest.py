@@ -1,5 +1,7 @@
 """What several files of this folder start from."""
 
+import shutil
+
 import pytest
 import torch
 from helpers.checkpoint_folders import GOLDEN, edit_json, write_dense
@@ -47,3 +49,9 @@ def gguf_source(tmp_path_factory):
     tensors = quantized(tiny_tensors())
     write_gguf(path, {n: t._replace(**static) if "_proj.weight" in n else t for n, t in tensors.items()})
     return path
+
+
+@pytest.fixture
+def w4a4(tmp_path):
+    """A copy of a folder that ModelOpt wrote."""
+    return shutil.copytree(GOLDEN / "modelopt_nvfp4", tmp_path / "src")

@@ -1,11 +1,10 @@
 """Pairs of formats: conversion and back is byte-identical, or raises an error; what is left out is said."""
 
 import itertools
-import shutil
 
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, content, edit, write_dense
+from helpers.checkpoint_folders import GOLDEN, content, write_dense
 from helpers.checkpoints import TINY, InMemory, tiny_tensors
 
 from nvfp4_tensor import QuantizeSpec, checkpoints, quantize
@@ -127,12 +126,7 @@ def test_weight_only_on_the_way(tmp_path):
     assert {entry.quantizes_activations for entry in checkpoints.read(tmp_path / "a").entries.values()} == {False}
 
 
-def test_what_servers_cannot_use_or_what_is_omitted_warns(sources, tmp_path):
+def test_what_servers_cannot_use_warns(sources, tmp_path):
     source = write(sources["all"], tmp_path / "a", "compressed-tensors")
     with pytest.warns(UserWarning, match="4 groups of linears that servers join"):
         checkpoints.convert(source, tmp_path / "b", to="modelopt", progress=False)
-    source = shutil.copytree(GOLDEN / "modelopt_nvfp4", tmp_path / "src")
-    edit(source, lambda t: t.update({"model.layers.0.self_attn.k_proj.k_scale": torch.ones(())}))
-    with pytest.warns(UserWarning, match=r"key-value cache are omitted \(model\.layers\.0\.self_attn\.k_proj\.k_scale"):
-        checkpoints.convert(source, tmp_path / "c", to="compressed-tensors", progress=False)
-    assert not any(name.endswith("k_scale") for name in content(tmp_path / "c"))

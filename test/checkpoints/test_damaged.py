@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, dense_tensors, edit, edit_json
+from helpers.checkpoint_folders import GOLDEN, dense_tensors, edit
 from helpers.coded_folders import in_fp8, write_coded
 from helpers.damage import damage, damage_a_tensor
 from helpers.layouts import LAYOUTS, SMALL
@@ -231,26 +231,6 @@ def test_comfy_names_weights_without_input_scale(sources, tmp_path):
     edit(folder, lambda tensors: tensors.pop(f"{STEM}.input_scale"))
     with pytest.warns(UserWarning, match=rf"model\.safetensors: {WEIGHT} have no input scale, but other weights do"):
         checkpoints.read(folder / "model.safetensors")
-
-
-@pytest.mark.parametrize("dynamic", [True, "local"])
-def test_compressed_tensors_that_are_dynamic(sources, tmp_path, dynamic):
-    """Without one input scale the configuration says whether any was wanted."""
-    folder = shutil.copytree(sources / "compressed-tensors", tmp_path / "x")
-    edit(folder, lambda t: [t.pop(name) for name in list(t) if name.endswith("input_global_scale")])
-
-    def change(config):
-        for group in config["quantization_config"]["config_groups"].values():
-            group["input_activations"]["dynamic"] = dynamic
-
-    edit_json(folder / "config.json", change)
-    if dynamic is True:
-        with checkpoints.read(folder) as read:
-            entry = read.entries[WEIGHT]
-            assert entry.quantizes_activations and not entry.has_input_scale
-    else:
-        with pytest.raises(ValueError, match=r"input_global_scale.*is missing"):
-            checkpoints.read(folder)
 
 
 # --- where the bytes of a GGUF lie -----------------------------------------------------------------------------------

@@ -84,6 +84,19 @@ def test_strategy_group(w4a4):
     assert checkpoints.read(w4a4).linear(f"{Q_PROJ}.weight").per_tensor_scale == 1.0
 
 
+@pytest.mark.parametrize("dynamic", [True, "local"])
+def test_without_input_scales(w4a4, dynamic):
+    """The configuration says whether any was wanted."""
+    edit(w4a4, lambda t: [t.pop(name) for name in list(t) if name.endswith("input_global_scale")])
+    change_quantization(w4a4, lambda q: q["config_groups"]["group_0"]["input_activations"].update(dynamic=dynamic))
+    if dynamic is True:
+        entry = checkpoints.read(w4a4).entries[f"{Q_PROJ}.weight"]
+        assert entry.quantizes_activations and not entry.has_input_scale
+    else:
+        with pytest.raises(ValueError, match=r"input_global_scale.*is missing"):
+            checkpoints.read(w4a4)
+
+
 def group(folder, **changes):
     return {**quantization(folder)["config_groups"]["group_0"], **changes}
 

@@ -22,11 +22,6 @@ def golden(request, tmp_path):
     return shutil.copytree(GOLDEN / request.param, tmp_path / request.param)
 
 
-@pytest.fixture
-def w4a4(tmp_path):
-    return shutil.copytree(GOLDEN / "modelopt_nvfp4", tmp_path / "src")
-
-
 def decoded(tensors, module):
     """As ModelOpt's NVFP4QTensor.dequantize computes it: bytes by a table, times the product of both scales."""
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoint_folders import CONFIG, GOLDEN, at_call, content, dense_tensors, same_files, write_dense
+from helpers.checkpoint_folders import CONFIG, at_call, content, dense_tensors, same_files, write_dense
 from helpers.checkpoints import TINY, tiny_tensors, write_gguf
 
 from nvfp4_tensor import checkpoints
@@ -19,10 +19,9 @@ GOLDEN_FILES = ("config.json", "hf_quant_config.json", "model.safetensors", "tok
 
 
 @pytest.fixture
-def folder(tmp_path):
-    shutil.copytree(GOLDEN / "modelopt_nvfp4", tmp_path / "src")
-    (tmp_path / "src/tokenizer.json").write_text("{}")
-    return tmp_path / "src"
+def folder(w4a4):
+    (w4a4 / "tokenizer.json").write_text("{}")
+    return w4a4
 
 
 @pytest.mark.parametrize(("name", "kind"), [*zip(GOLDEN_FILES, ["fifo", "device", "fifo", "nothing"], strict=True)])

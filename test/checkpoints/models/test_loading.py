@@ -1,7 +1,5 @@
 """Loading into a model: quantized, shared and joined parameters, and errors that change nothing."""
 
-import shutil
-
 import pytest
 import torch
 from helpers.checkpoint_folders import GOLDEN, edit, write_dense
@@ -26,11 +24,6 @@ def llama(folder=GOLDEN / "modelopt_nvfp4", **changes):
 def on_meta(**changes):
     with accelerate.init_empty_weights(include_buffers=False):
         return llama(**changes)
-
-
-@pytest.fixture
-def w4a4(tmp_path):
-    return shutil.copytree(GOLDEN / "modelopt_nvfp4", tmp_path / "src")
 
 
 @torch.no_grad()
