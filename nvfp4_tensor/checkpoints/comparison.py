@@ -93,7 +93,12 @@ def compare(a: str | Path, b: str | Path, *, worst: int = 5, progress: bool = Tr
     """
     with RowsApart(open_any(Path(a))) as first, RowsApart(open_any(Path(b))) as second:
         names = [name for name in first.entries if name in second.entries]
-        _check_comparable(first, second, names)
+        if not names:
+            raise ValueError(f"{a} and {b} have no tensor in common: they belong to different models")
+        shapes = {name: (first.entries[name].shape, second.entries[name].shape) for name in names}
+        if different := [name for name, (one, other) in shapes.items() if one != other]:
+            name, (one, other) = different[0], shapes[different[0]]
+            raise ValueError(f"{name} is {one} in {a} and {other} in {b}")
         bar = tqdm(names, desc="comparing", unit="tensor", disable=not progress)
         found = [_compared(name, first, second, worst) for name in bar]
         quantized = [sums for layer, sums in found if layer.quantized or layer.kinds[0] != layer.kinds[1]]
@@ -105,14 +110,6 @@ def compare(a: str | Path, b: str | Path, *, worst: int = 5, progress: bool = Tr
             tuple(name for name in first.entries if name not in second.entries),
             tuple(name for name in second.entries if name not in first.entries),
         )
-
-
-def _check_comparable(a: Checkpoint, b: Checkpoint, names: list[str]) -> None:
-    if not names:
-        raise ValueError(f"{a.path} and {b.path} have no tensor in common: they belong to different models")
-    for name in names:
-        if a.entries[name].shape != b.entries[name].shape:
-            raise ValueError(f"{name} is {a.entries[name].shape} in {a.path} and {b.entries[name].shape} in {b.path}")
 
 
 @dataclasses.dataclass

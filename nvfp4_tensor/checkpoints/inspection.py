@@ -137,6 +137,8 @@ def weight_of(name: str, parts: LinearParts) -> Weight:
     scales = histogram(parts.scale.view(torch.uint8))
     values = [value for value, count in zip(SCALES, scales, strict=False) if value and count]
     per_tensor = parts.per_tensor_scale.float()
+    stored, codes = parts.scale.reshape(-1).view(torch.uint8), parts.qdata.contiguous().view(-1).view(torch.int64)
+    zero = (stored == 0) | ((codes & 0x7777777777777777 == 0) & (stored < E4M3_NAN))  # a block has 8 bytes of codes
     return Weight(
         name=name,
         shape=parts.shape,
@@ -147,19 +149,11 @@ def weight_of(name: str, parts: LinearParts) -> Weight:
         scales=(values[0], values[-1]) if values else None,
         blocks=parts.scale.numel(),
         clipped=scales[E4M3_NAN - 1],
-        zero=zero_blocks(parts),
+        zero=int(zero.sum()),
         nan=sum(scales[E4M3_NAN:]),
         codes=_codes(histogram(parts.qdata)),
         scale_bytes=tuple(scales),
     )
-
-
-def zero_blocks(parts: LinearParts) -> int:
-    """How many blocks decode to zeros, because of their scale or of all their codes."""
-    codes = parts.qdata.contiguous().view(-1).view(torch.int64)  # a block has 8 bytes
-    no_magnitude = (codes & 0x7777777777777777) == 0
-    scale = parts.scale.reshape(-1).view(torch.uint8)
-    return int(((scale == 0) | (no_magnitude & (scale < E4M3_NAN))).sum())
 
 
 def histogram(values: Tensor) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from nvfp4_tensor._compat.frames import warn_user
@@ -32,8 +32,8 @@ def warn_of_mixed_groups(checkpoint: Checkpoint) -> None:
     entries = checkpoint.entries
     groups: dict[object, list[str]] = {}
     for name in entries:
-        group = joined_with(name, entries)
-        groups.setdefault(_layer_of_expert(name) or group, []).append(name)
+        expert = re.match(r"(.*\bexperts)\.\d+\.\w+\.weight$", name)  # those of a layer are one group
+        groups.setdefault(expert[1] if expert else joined_with(name, entries), []).append(name)
     mixed = [names for names in groups.values() if any(entries[name].is_coded for name in names)]
     dense = [name for names in mixed for name in names if not entries[name].is_coded]
     if dense:
@@ -70,18 +70,3 @@ def warn_of_missing_input_scales(path: Path, entries: Mapping[str, Entry]) -> No
             f"{path}: {some(missing)} have no input scale, but other weights do: their activations are quantized by "
             "the amax of each call",
         )
-
-
-def warn_of_lost_activations(path: Path, names: Sequence[str]) -> None:
-    """Warn of weights whose file says to quantize activations to MXFP4."""
-    if names:
-        warn_user(
-            f"{path}: the activations of {some(names)} are MXFP4, which is not computed: their products are "
-            "weight-only",
-        )
-
-
-def _layer_of_expert(name: str) -> str | None:
-    """Return "model.layers.0.mlp.experts" for the weight of one of its experts; None for other weights."""
-    found = re.match(r"(.*\bexperts)\.\d+\.\w+\.weight$", name)
-    return None if found is None else found[1]

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from tqdm import tqdm
 
+from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, Format
 from nvfp4_tensor.checkpoints.formats import fp8
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
@@ -28,7 +29,7 @@ from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, warn_of_nan
 from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_is_new, fingerprint
 from nvfp4_tensor.checkpoints.io.safetensors import Plan, ShardFile, Shards, by_size, read_json, write_json
 from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, lost_factors, write_factors
-from nvfp4_tensor.checkpoints.names import warn_of_lost_activations, warn_of_mixed_groups, without_input_scale
+from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups, without_input_scale
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, nan_blocks
 from nvfp4_tensor.checkpoints.understood import check_no_pre_scales, check_settings, check_understood
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS, ceil_to, scale_tiles, swizzle, unswizzle
@@ -189,7 +190,11 @@ class TableFormat(Format):
                 entries[name] = fp8.entry_of(checkpoint, name, scheme.fp8, scheme.static)
             else:
                 entries[name] = self._entry(checkpoint, keys[name], scheme)
-        warn_of_lost_activations(checkpoint.path, [name for name, each in schemes.items() if each.loses_activations])
+        if lost := [name for name, each in schemes.items() if each.loses_activations]:
+            warn_user(
+                f"{checkpoint.path}: the activations of {some(lost)} are MXFP4, which is not computed: their products "
+                "are weight-only"
+            )
         if self.is_static and (missing := without_input_scale(entries)):
             raise ValueError(
                 f"{checkpoint.path}: tensor {keys[missing[0]]['input_scale']} is missing: "

@@ -44,7 +44,11 @@ class Files:
                 check_regular(file)
             elif os.path.lexists(file) and not file.is_dir():
                 check_regular(file)
-                _check_inside(file, self.folder)
+                if file.is_symlink() and not _is_inside(file, self.folder):  # its target would be copied to the output
+                    raise ValueError(
+                        f"{file} is a link to {file.resolve()}, outside of its folder: copy that file here, or pass "
+                        "the folder that it is in"
+                    )
         self.stats = {file: file.stat() for file in dict.fromkeys((*found, *others)) if file.is_file()}
 
     def beside(self, whole: Iterable[str] = ()) -> tuple[list[Path], list[Path]]:
@@ -136,12 +140,3 @@ def _is_inside(file: Path, folder: Path) -> bool:
         if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
             roots += [parent.parent, (parent.parent / "blobs").resolve()]
     return any(file.resolve().is_relative_to(root) for root in roots)
-
-
-def _check_inside(file: Path, folder: Path) -> None:
-    """Raise a ValueError for a link out of the folder, because its target would be copied to the output."""
-    if file.is_symlink() and not _is_inside(file, folder):
-        raise ValueError(
-            f"{file} is a link to {file.resolve()}, outside of its folder: copy that file here, or pass the folder "
-            "that it is in"
-        )

@@ -174,19 +174,15 @@ def family_settings(
         part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         settings["rope.dimension_count"] = int(head_dim * part)
     if kind == "longrope":
-        original = _original_length(config)
+        original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+        if not original:
+            raise ValueError("config.json has no original_max_position_embeddings, which llama.cpp needs for longrope")
+        original = int(original)
         settings["rope.scaling.original_context_length"] = original
         scaled = max(config["max_position_embeddings"] / original, 1.0)
         usual = math.sqrt(1 + math.log(scaled) / math.log(original))
         settings["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or usual)
     return settings
-
-
-def _original_length(config: dict[str, Any]) -> int:
-    length = rope_of(config).get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    if not length:
-        raise ValueError("config.json has no original_max_position_embeddings, which llama.cpp needs for longrope")
-    return int(length)
 
 
 def long_and_short_factors(config: dict[str, Any], dimensions: int) -> dict[str, Tensor]:

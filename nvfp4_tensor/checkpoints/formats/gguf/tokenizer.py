@@ -114,17 +114,13 @@ def add_tokenizer(writer: gguf.GGUFWriter, source: Any, vocab_size: int) -> None
     if source is None:
         writer.add_tokenizer_model("no_vocab")
     elif isinstance(source, dict):
-        _copy(writer, source)
+        for key, field in source.items():
+            if key.startswith("tokenizer."):
+                inner = field.types[-1] if len(field.types) > 1 else None
+                writer.add_key_value(key, field.contents(), field.types[0], sub_type=inner)
     else:
         with _folder(source) as folder:
             _add_folder(writer, folder, vocab_size)
-
-
-def _copy(writer: gguf.GGUFWriter, fields: dict[str, gguf.ReaderField]) -> None:
-    for key, field in fields.items():
-        if key.startswith("tokenizer."):
-            inner = field.types[-1] if len(field.types) > 1 else None
-            writer.add_key_value(key, field.contents(), field.types[0], sub_type=inner)
 
 
 @contextmanager
