@@ -199,11 +199,8 @@ def _decoded_rows(parts: LinearParts, pre_scale: Tensor) -> Iterator[tuple[Tenso
 
     pre_scale: of columns, which the largest values do not have.
     """
-    qdata, scale, factors = parts.qdata.flatten(0, -2), parts.scale.flatten(0, -2), parts.per_tensor_scale
-    if factors.dim() == 2:  # one per expert
-        factors = factors.expand(parts.shape[:2]).reshape(-1)
-    step = _step(parts.columns)
-    rows = zip(qdata.split(step), scale.split(step), factors.expand(len(qdata)).split(step), strict=True)
+    qdata, scale, step = parts.qdata.flatten(0, -2), parts.scale.flatten(0, -2), _step(parts.columns)
+    rows = zip(qdata.split(step), scale.split(step), parts.factors.reshape(-1).split(step), strict=True)
     for codes, blocks, factor in rows:
         some = LinearParts(qdata=codes, scale=blocks, per_tensor_scale=factor, columns=parts.columns)
         limit = E2M1_MAX * blocks.float() * factor.unsqueeze(-1)

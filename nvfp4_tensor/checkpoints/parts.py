@@ -58,6 +58,28 @@ class LinearParts:
         stored = self.qdata.nbytes + self.scale.nbytes + self.per_tensor_scale.nbytes
         return 8 * stored / max(math.prod(self.shape), 1)
 
+    @property
+    def factors(self) -> Tensor:
+        """Return the per-tensor scale of each row, (*leading, N)."""
+        factors, rows = self.per_tensor_scale, self.qdata.shape[:-1]
+        return factors.view(rows) if factors.dim() == 1 else factors.expand(rows)
+
+    def rows(self, index: slice | tuple[int, slice], name: str) -> LinearParts:
+        """Return the weight ``name`` that has some rows of this one.
+
+        Raises:
+            ValueError: their per-tensor scales differ.
+        """
+        factors = self.factors[index]
+        if not (factors == factors[0]).all():
+            raise ValueError(f"{name}: its rows have different per-tensor scales, which no format supports")
+        return self.replace(
+            qdata=self.qdata[index].contiguous(),
+            scale=self.scale[index].contiguous(),
+            per_tensor_scale=factors[0].clone(),
+            divisor=None,
+        )
+
     def replace(self, **changes: Any) -> LinearParts:
         """Return a copy with the given fields changed."""
         return dataclasses.replace(self, **changes)
@@ -195,8 +217,7 @@ def check_scales(parts: LinearParts) -> LinearParts:
         raise ValueError(f"expected an input scale that is finite and above zero, found {static}")
     if parts.scale.is_meta:
         return parts
-    rows = factor.view(parts.qdata.shape[:-1]) if factor.dim() == 1 else factor
-    if not is_plain and not factor.all() and ((rows == 0) & (parts.qdata & 0x77).any(-1)).any():
+    if not is_plain and not factor.all() and ((parts.factors == 0) & (parts.qdata & 0x77).any(-1)).any():
         raise ValueError("expected a per-tensor scale above zero, found 0 for codes that are not all zero")
     data = parts.scale.view(torch.uint8)
     if data.numel() and data.max() > layout.E4M3_NAN and (negative := (data > layout.E4M3_NAN) & (data != 0xFF)).any():

@@ -202,18 +202,7 @@ class ExpertsApart(Apart):
         stack, expert, rows, _ = self.made[name]
         if self._quantized is None or self._quantized[0] != stack:
             self._quantized = stack, self.source.linear(stack)
-        parts = self._quantized[1]
-        factors, (count, each) = parts.per_tensor_scale, parts.shape[:2]
-        factors = factors.expand((count, each) if factors.dim() == 2 else count * each).reshape(count, each)
-        factors = factors[expert, rows]
-        if not (factors == factors[0]).all():
-            raise ValueError(f"{name}: its rows have different per-tensor scales, which no format supports")
-        return parts.replace(
-            qdata=parts.qdata[expert, rows].contiguous(),
-            scale=parts.scale[expert, rows].contiguous(),
-            per_tensor_scale=factors[0].clone(),
-            divisor=None,
-        )
+        return self._quantized[1].rows((expert, rows), name)
 
 
 class RowsApart(Apart):

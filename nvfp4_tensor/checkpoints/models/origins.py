@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -207,32 +207,19 @@ def split(value: Value, origin: Origin) -> dict[str, Any]:
     Raises:
         ValueError: rows of one tensor have different per-tensor scales.
     """
+    spans = [slice(*span) for span in itertools.pairwise(itertools.accumulate(origin.rows, initial=0))]
+    places: list[Any] = list(itertools.product(range(len(origin.groups)), spans)) if origin.stacked else spans
+    parts: Iterable[Any]
     if origin.is_whole:
-        parts: Sequence[Any] = [value]
+        parts = [value]
     elif isinstance(value, LinearParts):
-        parts = _parts_of_nvfp4(value, origin)
+        parts = (value.rows(place, name) for name, place in zip(origin.names, places, strict=True))
     elif isinstance(value, FP8Tensor):
-        parts = _parts_of_fp8(value, origin.rows, origin.stacked)
+        parts = (_rows_of(value[place[0]], place[1]) if origin.stacked else _rows_of(value, place) for place in places)
     else:
-        matrices = value if origin.stacked else value[None]
-        parts = [part for matrix in matrices for part in matrix.split(list(origin.rows))]
+        parts = (value[place] for place in places)
     tensors = dict(zip(origin.names, parts, strict=True))
     return _with_scales_of_file(tensors, origin.factors) if isinstance(value, LinearParts | FP8Tensor) else tensors
-
-
-def _parts_of_nvfp4(parts: LinearParts, origin: Origin) -> list[LinearParts]:
-    qdata, scale, factors = parts.qdata.flatten(0, -2), parts.scale.flatten(0, -2), parts.per_tensor_scale
-    if factors.dim() == 2:
-        factors = factors.expand(len(origin.groups), sum(origin.rows)).reshape(-1)
-    factors = factors.expand(len(qdata))
-    tensors, last = [], 0
-    for name, count in zip(origin.names, origin.rows * len(origin.groups), strict=True):
-        first, last = last, last + count
-        if not (factors[first:last] == factors[first]).all():
-            raise ValueError(f"{name}: its rows have different per-tensor scales, which no format supports")
-        own = {"qdata": qdata[first:last], "scale": scale[first:last], "per_tensor_scale": factors[first].clone()}
-        tensors.append(parts.replace(**own))
-    return tensors
 
 
 def _with_scales_of_file(
@@ -269,13 +256,6 @@ def _join_fp8(groups: Sequence[Sequence[FP8Tensor]], stacked: bool) -> FP8Tensor
     return matrices[0].replace(qdata=codes, scale=torch.stack([each.scale for each in matrices]), input_scale=None)
 
 
-def _parts_of_fp8(w: FP8Tensor, rows: Sequence[int], stacked: bool) -> list[FP8Tensor]:
-    """Return the parts of a weight with so many rows, of one expert after the other: what :func:`_join_fp8` joined."""
-    matrices = [w[e] for e in range(len(w.qdata))] if stacked else [w]
-    starts = list(itertools.accumulate(rows, initial=0))
-    return [_rows_of(each, *span) for each in matrices for span in itertools.pairwise(starts)]
-
-
 def _joined_rows(parts: Sequence[FP8Tensor]) -> FP8Tensor:
     first, (height, _) = parts[0], parts[0].spec.block
     alike = len({each.spec for each in parts}) == 1
@@ -296,9 +276,9 @@ def _by_row(w: FP8Tensor) -> FP8Tensor:
     return w.replace(spec=dataclasses.replace(w.spec, block=(1, width)), scale=scale)
 
 
-def _rows_of(w: FP8Tensor, first: int, last: int) -> FP8Tensor:
+def _rows_of(w: FP8Tensor, rows: slice) -> FP8Tensor:
     """Return some rows of a weight (N, K), with larger blocks if the scales of their rows are equal."""
-    height, width = w.spec.block
+    first, last, (height, width) = rows.start, rows.stop, w.spec.block
     assert first % max(height, 1) == 0  # join has split other blocks
     codes, scale = w.qdata[first:last], w.scale
     if height:
