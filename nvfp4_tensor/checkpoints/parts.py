@@ -183,9 +183,9 @@ def with_scale(parts: LinearParts, factor: Tensor) -> LinearParts | None:
     """
     if torch.equal(parts.per_tensor_scale, factor):
         return parts
-    scale, own = parts.scale, parts.per_tensor_scale.double()
+    scale = parts.scale
     if parts.qdata.bitwise_and(0x77).any():
-        product = scale.double() * own.reshape(*own.shape, *(1,) * (scale.dim() - own.dim()))  # exact: 4 bits times 24
+        product = scale.double() * parts.factors.double().unsqueeze(-1)  # exact: 4 bits times 24
         scale = (product / factor.double()).float().to(scale.dtype)
         if not ((scale.double() * factor.double() == product) | product.isnan()).all():
             return None

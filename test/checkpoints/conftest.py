@@ -37,6 +37,17 @@ def sources(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def copy(sources, tmp_path):
+    """Copy the folder of a format; return it and the path to read."""
+
+    def copied(format):
+        folder = shutil.copytree(sources / format, tmp_path / "src")
+        return folder, folder / "model.safetensors" if format == "comfy" else folder
+
+    return copied
+
+
 @pytest.fixture(scope="session")
 def gguf_source(tmp_path_factory):
     """A GGUF file of a small Llama with static activations."""

@@ -211,10 +211,9 @@ def test_scales(sources, tmp_path, format, request):
 
 
 @pytest.mark.parametrize("format", ["modelopt", "torchao", "comfy", "mlx"])
-def test_a_weight_of_zeros_may_have_a_factor_of_zero(sources, tmp_path, format):
+def test_a_weight_of_zeros_may_have_a_factor_of_zero(copy, tmp_path, format):
     """As ModelOpt and torchao write it; with other codes it is refused, and nothing is written."""
-    folder, codes = shutil.copytree(sources / format, tmp_path / "x"), WEIGHT
-    path = folder / "model.safetensors" if format == "comfy" else folder
+    folder, path = copy(format)
     edit(folder, lambda tensors: tensors[KEYS[format][0]].fill_(0))
     with pytest.raises(ValueError, match=rf"model\.safetensors: tensor {WEIGHT}: expected a {FACTOR} above zero"):
         checkpoints.convert(path, tmp_path / "out", to="modelopt", progress=False)
@@ -225,12 +224,12 @@ def test_a_weight_of_zeros_may_have_a_factor_of_zero(sources, tmp_path, format):
         assert not tensor_of(read.linear(WEIGHT)).dequantize().any()
 
 
-def test_comfy_names_weights_without_input_scale(sources, tmp_path):
+def test_comfy_names_weights_without_input_scale(copy):
     """There each layer may have one or not: a warning."""
-    folder = shutil.copytree(sources / "comfy", tmp_path / "x")
+    folder, path = copy("comfy")
     edit(folder, lambda tensors: tensors.pop(f"{STEM}.input_scale"))
     with pytest.warns(UserWarning, match=rf"model\.safetensors: {WEIGHT} have no input scale, but other weights do"):
-        checkpoints.read(folder / "model.safetensors")
+        checkpoints.read(path)
 
 
 # --- where the bytes of a GGUF lie -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import random
-import shutil
 
 import pytest
 import torch
@@ -44,11 +43,6 @@ def assert_refused(path, out, message):
     assert contents(path.parent if path.is_file() else path) == before
 
 
-def copied(sources, tmp_path, format):
-    folder = shutil.copytree(sources / format, tmp_path / "src")
-    return folder, folder / "model.safetensors" if format == "comfy" else folder
-
-
 EXTRA = "mlp.experts.extra.weight"
 FOREIGN = [
     *((format, f"{Q}.{suffix}", torch.full((64,), 4.0)) for format, suffix in zip(itertools.cycle(FORMATS), RESCALING)),
@@ -62,8 +56,8 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize(("format", "name", "tensor"), FOREIGN)
-def test_tensors_of_another_quantization(sources, tmp_path, format, name, tensor):
-    folder, path = copied(sources, tmp_path, format)
+def test_tensors_of_another_quantization(copy, tmp_path, format, name, tensor):
+    folder, path = copy(format)
     edit(folder, lambda tensors: tensors.update({name: tensor}))
     named = rf"{name.rpartition('.')[2]}|extra\.weight"
     assert_refused(path, tmp_path / "out", rf"{named}|already quantized|NVFP4|quantized by")
@@ -108,8 +102,8 @@ def test_what_models_have_is_no_quantization(tmp_path):
             check_understood(entries | {name: entry(4)}, tmp_path)
 
 
-def test_a_quantization_that_a_nested_configuration_describes(sources, tmp_path):
-    folder, path = copied(sources, tmp_path, "dense")
+def test_a_quantization_that_a_nested_configuration_describes(copy, tmp_path):
+    folder, path = copy("dense")
     method = {"quantization_config": {"quant_method": "hqq"}}
     edit_json(folder / "config.json", lambda config: config.update(text_config=method))
     assert_refused(path, tmp_path / "out", "found one quantized by hqq")

@@ -18,17 +18,6 @@ from nvfp4_tensor.dispatch.fp8 import FP8Tensor
 Q = "model.layers.0.self_attn.q_proj"
 
 
-@pytest.fixture
-def copy(sources, tmp_path):
-    """Copy the folder of a format; return it and the path to read."""
-
-    def copied(format):
-        folder = shutil.copytree(sources / format, tmp_path / "x")
-        return folder, folder / "model.safetensors" if format == "comfy" else folder
-
-    return copied
-
-
 def cut(key, *where):
     return lambda t: t.update({key: t[key][where].clone()})
 
