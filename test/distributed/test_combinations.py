@@ -150,22 +150,18 @@ def test_autocast(kind, sequence):
     close(mine, *([t.chunk(world, 1)[rank] for t in own] if sequence else own for own in whole))
 
 
-def _of_edge(case):
-    """Return a model whose sequences are gathered differently in each case."""
-    if case == "weight alone":
-        return frozen(NVFP4WeightOnlyConfig())
-    if case in ("frozen", "row scaled", "calibrated"):
-        model = frozen(NVFP4Config(row_scaled=case == "row scaled"))
-        if case == "calibrated":
-            for linear in (model[0], model[2]):
-                static = linear.weight._replace(activation_amax=torch.tensor(4.0))
-                linear.weight = nn.Parameter(static, requires_grad=False)
-        return model
-    return trained()
+FROZEN = {
+    "frozen": NVFP4Config(), "calibrated": NVFP4Config(), "row scaled": NVFP4Config(row_scaled=True),
+    "weight alone": NVFP4WeightOnlyConfig(),
+}  # fmt: skip
 
 
 def model_of(case):
-    model = _of_edge(case)
+    """A model whose sequences are gathered differently in each case, and this rank's part of a batch."""
+    model = frozen(FROZEN[case]) if case in FROZEN else trained()
+    for linear in (model[0], model[2]) if case == "calibrated" else ():
+        static = linear.weight._replace(activation_amax=torch.tensor(4.0))
+        linear.weight = nn.Parameter(static, requires_grad=False)
     parallelize_module(model, mesh_of_all(), sequence_plan())
     return model, batch().chunk(2, 1)[dist.get_rank()].contiguous()
 

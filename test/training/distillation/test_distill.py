@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from helpers.distillation import batches, dense_model, same_bits, trained, weights_of
+from helpers.refusals import refuses
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -150,22 +151,20 @@ def test_hooks_that_record_hidden_states_do_not_stay(fails):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"reverse": 2}, ValueError, "reverse is a share, from 0 to 1, got 2"),
-        ({"learning_rate": -1}, ValueError, "learning_rate must be finite and not negative"),
-        ({"batches_per_step": 0}, ValueError, "batches_per_step is a whole number from 1 on"),
-        ({"trains": "heads"}, ValueError, "unknown trains 'heads'"),
-        ({"base_config": QuantizeSpec()}, TypeError, "base_config must be an NVFP4WeightOnlyConfig or NVFP4Config"),
-        ({"base_config": NVFP4Config(round_mode="stochastic")}, ValueError, "rounded to nearest"),
-        ({"base_config": NVFP4Config(step="prepare")}, ValueError, "step and weighted are for calibrate"),
-        ({"base_config": NVFP4WeightOnlyConfig(), "static": True}, ValueError, "static=True needs activations"),
-    ],
+def of(**arguments):
+    return lambda: DistillConfig(**arguments)
+
+
+test_refused_configs = refuses(
+    (of(reverse=2), "reverse is a share, from 0 to 1, got 2"),
+    (of(learning_rate=-1), "learning_rate must be finite and not negative"),
+    (of(batches_per_step=0), "batches_per_step is a whole number from 1 on"),
+    (of(trains="heads"), "unknown trains 'heads'"),
+    (of(base_config=QuantizeSpec()), TypeError, "base_config must be an NVFP4WeightOnlyConfig or NVFP4Config"),
+    (of(base_config=NVFP4Config(round_mode="stochastic")), "rounded to nearest"),
+    (of(base_config=NVFP4Config(step="prepare")), "step and weighted are for calibrate"),
+    (of(base_config=NVFP4WeightOnlyConfig(), static=True), "static=True needs activations"),
 )
-def test_refused_configs(arguments, error, message):
-    with pytest.raises(error, match=message):
-        DistillConfig(**arguments)
 
 
 @pytest.mark.parametrize(
