@@ -1,24 +1,29 @@
-"""NVFP4AdamW: training, resuming, steps inside the backward, errors."""
+"""NVFP4AdamW: training, resuming, steps inside the backward, errors; its bits, and headroom, at random."""
 
 import contextlib
 import copy
 import gc
+import math
 import pickle
+import random
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from helpers.bits import stored_bits
+from helpers.bits import assert_same_bits, stored_bits
 from helpers.files import saved
 from helpers.least_squares import backward, train
 from helpers.refusals import refuses
 from torch import nn
 
-from nvfp4_tensor import QuantizeSpec
+from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
 from nvfp4_tensor.numerics import optimizer_step
+from nvfp4_tensor.numerics.random_state import rng_state_row
+from nvfp4_tensor.ops.schemas import plain
 from nvfp4_tensor.training import NVFP4AdamW, NVFP4Optimizer, to_nvfp4_parameters
 from nvfp4_tensor.training.weights import adamw
+from nvfp4_tensor.training.weights.headroom import make_headroom
 from nvfp4_tensor.training.weights.step_tensors import least_exponent, numbers_of
 
 pytestmark = pytest.mark.slow
@@ -252,3 +257,209 @@ def test_equal_gradients_give_equal_bits_on_both_devices(kind):
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(bits(nets[0]), bits(nets[1]).cpu())
+
+
+# --- any parameters, bit by bit ---------------------------------------------------------------------------------------
+
+SHAPES = [(1, 16), (3, 40), (7, 17), (2, 3, 16), (4, 2, 3, 3), (33, 64), (5,), (16, 8), (130, 48), (0, 32), ()]
+
+
+def parameter(rng, generator):
+    """A dense or an NVFP4 parameter, and whether it is a view of a larger tensor."""
+    shape = rng.choice(SHAPES)
+    values, dtype = torch.randn(shape, generator=generator), rng.choice([torch.bfloat16, torch.float32])
+    values = values * 10.0 ** rng.uniform(-3, 1)
+    if rng.random() < 0.4 and len(shape) == 2 and values.numel():
+        return nn.Parameter(quantize(values.to(dtype), QuantizeSpec()))
+    values = values.to(dtype)
+    if rng.random() < 0.3 and values.dim() == 2 and values.numel():  # rows of a larger tensor
+        larger = torch.cat((values, values, values))
+        values = larger[len(values) : 2 * len(values)]
+    return nn.Parameter(values)
+
+
+def gradient(rng, generator, p):
+    kind = rng.choice(["normal", "normal", "sparse", "zero", "none", "huge", "tiny", "decades"])
+    if kind == "none":
+        return None
+    grad = torch.randn(p.shape, generator=generator)
+    scale = {"huge": 1e15, "tiny": 1e-18, "zero": 0.0}.get(kind, 10.0 ** rng.uniform(-6, 2))
+    grad = grad * scale
+    if kind == "sparse":
+        grad = grad * (torch.rand(p.shape, generator=generator) < 0.1)
+    if kind == "decades":
+        grad = grad * 10 ** (torch.rand(p.shape, generator=generator) * 12 - 6)
+    return grad.to(p.dtype)
+
+
+def parts(p, state):
+    """Copies of the weight and the moments of a parameter, as the operators take them."""
+    weight = p.detach()
+    weight = [weight.qdata, weight.scale, weight.per_tensor_scale] if isinstance(p, NVFP4Tensor) else [weight]
+    rows, columns = (len(p), math.prod(p.shape[1:])) if adamw.is_coded(p) else (1, p.numel())
+    if not adamw.is_coded(p):
+        moments = [state[name].flatten() if state else torch.zeros(columns) for name in adamw.DENSE]
+        return [t.clone() for t in (weight[0].flatten(), *moments)]
+    blocks = -(-columns // 16)
+    widths = [8 * blocks, blocks] * 2
+    zeros = [torch.zeros(rows, width, dtype=torch.uint8) for width in widths]
+    moments = [state[name] for name in adamw.CODES] if state else zeros
+    weight = weight if len(weight) > 1 else [weight[0].reshape(rows, columns)]
+    return [t.clone() for t in (*weight, moments[0], moments[1].view(torch.float8_e4m3fn), *moments[2:])]
+
+
+def stepped(p, old, group, index, count, seed):
+    """The parts after a step by the numbers and the random state that the contract has."""
+    lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+    size = optimizer_step.UNBIASED * lr * math.sqrt(1 - beta2**count) / (1 - beta1**count)
+    least = least_exponent(group["eps"])
+    numbers = torch.tensor([1, beta1, 1 - beta1, beta2, 1 - beta2, size, 1 - lr * decay, least], dtype=torch.float32)
+    rng_state = torch.tensor(rng_state_row("adamw", seed, str(index), count))
+    weight, moments = (old[:3], old[3:]) if isinstance(p, NVFP4Tensor) else (old[:1], old[1:])
+    grad = p.grad.flatten() if len(moments) == 2 else p.grad.reshape(len(p), -1)
+    op = plain.adamw_step_vector if len(moments) == 2 else plain.adamw_step
+    (plain.adamw_step_codes if len(weight) == 3 else op)(*weight, grad, *moments, numbers, rng_state, 0)
+    return old
+
+
+def options(rng):
+    return {
+        "lr": 10.0 ** rng.uniform(-6, -1), "betas": rng.choice([(0.9, 0.999), (0.0, 0.9), (0.9, 0.95), (0.5, 0.0)]),
+        "weight_decay": rng.choice([0.0, 0.1]), "eps": rng.choice([1e-8, 0.0, 1e-3]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_steps_of_any_parameters(seed):
+    """Random groups, gradients and reloads: each step has the bits of the plain operator on the same state."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    parameters = [parameter(rng, generator) for _ in range(rng.randint(1, 5))]
+    cut = rng.randint(0, len(parameters))
+    groups = [{"params": part, **options(rng)} for part in (parameters[:cut], parameters[cut:]) if part]
+
+    def new():
+        return NVFP4AdamW([{**group, "params": list(group["params"])} for group in groups], seed=seed)
+
+    optimizer = new()
+    for p in parameters:
+        if isinstance(p, NVFP4Tensor) and p.numel():
+            make_headroom(p)  # as the first step would
+    for _ in range(rng.randint(1, 6)):
+        if rng.random() < 0.3:
+            state, optimizer = saved(optimizer.state_dict()), new()
+            optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:  # as a scheduler does
+            group["lr"] *= rng.choice([1.0, 1.0, 0.5])
+        before = [parts(p, optimizer.state.get(p, {})) for p in parameters]
+        for p in parameters:
+            p.grad = gradient(rng, generator, p)
+        optimizer.step()
+        where = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for index, (p, old) in enumerate(zip(parameters, before, strict=True)):
+            state = optimizer.state.get(p, {})
+            if p.grad is not None and p.numel():
+                old = stepped(p, old, where[id(p)], index, int(state["step"]), seed)
+            assert_same_bits(parts(p, state), old)
+
+
+# --- headroom ---------------------------------------------------------------------------------------------------------
+
+
+def small():
+    return to_nvfp4_parameters(nn.Linear(32, 32, bias=False))
+
+
+def grow(net, optimizer):
+    """By a quarter of the largest of the start in each step."""
+    for _ in range(40):
+        net.weight.grad = -net.weight.detach().dequantize().sign()
+        optimizer.step()
+
+
+def test_headroom_keeps_the_values_and_lets_a_weight_grow_eightfold_by_each_optimizer():
+    net = small()
+    before = net.weight.dequantize(torch.float32)
+    make_headroom(net.weight)
+    assert torch.equal(net.weight.dequantize(torch.float32), before) and net.weight.scale.float().max() == 56
+    for largest, after in ((256, 32), (16, 16)):  # 64 could not grow eightfold; 16 has room
+        other = small().weight
+        other.data.scale.copy_(other.scale.float().clamp(max=largest))
+        make_headroom(other)
+        assert other.scale.float().max() == after
+    for optimizer in (NVFP4AdamW(net.parameters(), lr=before.abs().max().item() / 4, weight_decay=0.0) for _ in "12"):
+        grow(net, optimizer)  # a new optimizer makes room for what another one has grown
+    assert 48 < net.weight.dequantize().abs().max() / before.abs().max() < 65
+
+
+def write(net, new):
+    with torch.no_grad():
+        net.weight.copy_(new)
+
+
+def set_data(net, new):
+    net.weight.data = NVFP4Tensor.to_nvfp4(new)
+
+
+def swap(net, new):
+    torch.utils.swap_tensors(net.weight, nn.Parameter(NVFP4Tensor.to_nvfp4(new)))
+
+
+def load(net, new):
+    dense = nn.Linear(32, 32, bias=False)
+    dense.weight = nn.Parameter(NVFP4Tensor.to_nvfp4(new))
+    net.load_state_dict(dense.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "copied"), [(write, "not"), (set_data, "deep"), (swap, "file"), (load, "not"), (load, "file")]
+)
+def test_a_weight_that_was_replaced_may_grow_as_well(change, copied):
+    """The first step after a write makes room, also in copies of weight and optimizer; copying alone does not."""
+    net, new = small(), torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 8
+    optimizer = NVFP4AdamW(net.parameters(), lr=new.abs().max().item() / 4, weight_decay=0.0)
+    grow(net, optimizer)
+    if copied != "not":
+        grown = net.weight.per_tensor_scale.clone()
+        net, optimizer = copy.deepcopy((net, optimizer)) if copied == "deep" else through_a_file(net, optimizer, (0, 1))
+        net.weight.grad = torch.zeros(32, 32)
+        optimizer.step()
+        assert torch.equal(net.weight.per_tensor_scale, grown)
+    change(net, new)
+    grow(net, optimizer)
+    assert 6 * new.abs().max() < net.weight.dequantize().abs().max() < 16 * new.abs().max()
+
+
+def through_a_file(net, optimizer, order):
+    """A new model and optimizer with what the others would save, loaded in this order."""
+    states, net = saved((net.state_dict(), optimizer.state_dict())), small()
+    optimizer = NVFP4AdamW(net.parameters(), lr=1.0)
+    for which in order:
+        (net, optimizer)[which].load_state_dict(states[which])
+    return net, optimizer
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_copies_between_writes_and_steps_change_no_bit(seed):
+    """A run that is copied, saved and loaded at random beside one that is not, with the same writes and steps."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    net = small()
+    runs = [(net, NVFP4AdamW(net.parameters(), lr=0.05, weight_decay=0.0))]
+    runs.append(copy.deepcopy(runs[0]))
+    for _ in range(60):
+        kind = draw.choice(["step"] * 4 + ["write", "copy", "file"])
+        if kind == "step":
+            grad = -runs[0][0].weight.detach().dequantize().sign() + torch.randn(32, 32, generator=generator) / 4
+            for net, optimizer in runs:
+                net.weight.grad = grad.clone()
+                optimizer.step()
+            assert torch.equal(*(stored_bits(net.weight) for net, _ in runs))
+        elif kind == "write":
+            new = torch.randn(32, 32, generator=generator) * 10 ** draw.uniform(-2, 1)
+            change = draw.choice([write, set_data, swap])
+            for net, _ in runs:
+                change(net, new)
+        elif kind == "copy":
+            runs[1] = copy.deepcopy(runs[1])
+        else:
+            runs[1] = through_a_file(*runs[1], draw.choice([(0, 1), (1, 0)]))
