@@ -106,7 +106,7 @@ class Writer:
         self.tokenizer: Any = open_tokenizer(config_from, path)
         self.model: Any = open_model(path, config_from)
         with contextlib.suppress(TypeError, ValueError):  # other weights and families: transformers' own forward
-            decode_natively(self.model)
+            decode_natively(self.model)  # type: ignore[arg-type]
         self.settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         if temperature > 0:
             self.settings["temperature"] = temperature
