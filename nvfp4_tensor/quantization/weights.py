@@ -14,7 +14,7 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.ops.composite.quantization import own_amax
 from nvfp4_tensor.quantization.accuracy.weighted import quantize_weighted
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.experts import expert_weights, is_experts, is_transposed, matrix_of, names_in_files
+from nvfp4_tensor.quantization.experts import expert_weights, is_transposed, matrix_of, names_in_files
 from nvfp4_tensor.quantization.linear import linear_of_values, set_weight
 from nvfp4_tensor.quantization.observer import InputStatistics
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
@@ -39,11 +39,6 @@ class WeightRef:
     def experts(self) -> int:
         """The number of matrices, each with an input of its own; 1 for a linear."""
         return len(self.dense) if self.dense.dim() == 3 else 1
-
-    @property
-    def sees_all_tokens(self) -> bool:
-        """Whether the inputs are those of all tokens of the layer through every expert of a transformers module."""
-        return self.dense.dim() == 3 and is_experts(self.module)
 
     @property
     def columns(self) -> int:

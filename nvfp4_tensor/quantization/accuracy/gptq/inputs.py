@@ -23,20 +23,14 @@ Fed = tuple[WeightRef, int]
 _CHUNK = 4096
 """Rows converted to float32 at a time."""
 
-_GROUPED = {
-    getattr(module, name)
-    for module, name in ((torch, "_grouped_mm"), (nn.functional, "grouped_mm"))
-    if hasattr(module, name)
-}
 _MATMUL = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 
 
 class Watch(TorchFunctionMode):
     """Record the inputs by which dense weights are multiplied, while the mode is active.
 
-    Products are recognized by the storage of their weight: ``linear`` with the full weight or one expert's slice,
-    ``x @ weight.T``, and torch's grouped product over all experts. Inputs are copied, because the model may write to
-    them later.
+    Products of linears are recognized by the storage of their weight: ``linear``, and ``x @ weight.T``. Inputs are
+    copied, because the model may write to them later.
 
     Every expert of a transformers module gets all tokens of its layer, whatever the router chooses, so that each has
     statistics; the outputs that flow on are the router's choice.
@@ -51,7 +45,7 @@ class Watch(TorchFunctionMode):
         self._targets: dict[int, list[WeightRef]] = {}
         self._hooked: dict[nn.Module, dict[str, WeightRef]] = {}
         for target in targets:
-            if target.sees_all_tokens:
+            if target.dense.dim() == 3:
                 self._hooked.setdefault(target.module, {})[target.attribute] = target
             else:
                 self._targets.setdefault(target.dense.untyped_storage().data_ptr(), []).append(target)
@@ -75,12 +69,9 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        named = dict(zip(("input", "weight", "offs"), args, strict=False), **(kwargs or {}))
         if func is nn.functional.linear:
+            named = dict(zip(("input", "weight"), args, strict=False), **(kwargs or {}))
             self._record(named["input"], named["weight"])
-        elif func in _GROUPED:
-            x = named["self"] if "self" in named else named["input"]
-            self._record_grouped(x, named["mat2"] if "mat2" in named else named["weight"], named["offs"])
         elif func in _MATMUL and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dim() == 2:
             self._record(args[0], args[1].mT)
         return func(*args, **(kwargs or {}))
@@ -114,34 +105,21 @@ class Watch(TorchFunctionMode):
                     self._weights.setdefault((targets[name], expert), []).append(weights[:, i])
 
     def _record(self, x: Tensor, weight: Tensor) -> None:
-        fed = self._find(weight)
-        if fed is not None and weight.stride() == fed[0].dense.stride()[-2:] and x.shape[-1] == weight.shape[-1]:
-            self._add(fed, x.detach())
-
-    def _record_grouped(self, x: Tensor, weight: Tensor, offs: Tensor) -> None:
-        if (fed := self._find(weight)) is None:
+        target = self._find(weight)
+        if target is None or weight.stride() != target.dense.stride() or x.shape[-1] != weight.shape[-1]:
             return
-        target, start = fed[0], 0
-        if weight.stride() != target.dense.mT.stride():
-            raise ValueError(f"{target.name} has shape (E, K, N): GPTQ supports only experts (E, N, K), blocks along K")
-        for expert, end in enumerate(offs.tolist()):
-            if end > start:
-                self._add((target, expert), x.detach()[start:end])
-            start = end
-
-    def _add(self, fed: Fed, x: Tensor) -> None:
+        x = x.detach()
         key, rows = (x.data_ptr(), x.shape, x.stride()), x.reshape(-1, x.shape[-1])
         if key not in self._inputs or not torch.equal(self._inputs[key], rows):
             self._inputs[key] = rows.clone()
-        self._fed.setdefault(fed, []).append(self._inputs[key])
+        self._fed.setdefault((target, 0), []).append(self._inputs[key])
 
-    def _find(self, weight: Tensor) -> Fed | None:
+    def _find(self, weight: Tensor) -> WeightRef | None:
         if type(weight) not in (Tensor, nn.Parameter) or weight.device.type == "meta":
             return None
         for target in self._targets.get(weight.untyped_storage().data_ptr(), ()):
-            offset = weight.storage_offset() - target.dense.storage_offset()
-            if 0 <= offset < target.dense.numel():
-                return target, offset // target.dense.stride(0) if target.experts > 1 else 0
+            if 0 <= weight.storage_offset() - target.dense.storage_offset() < target.dense.numel():
+                return target
         return None
 
 

@@ -25,6 +25,7 @@ from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, moved_to_in
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, record
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
+from nvfp4_tensor.quantization.experts import expert_weights
 from nvfp4_tensor.quantization.linear import joined_linears, quantizable, shared_parameters
 from nvfp4_tensor.quantization.observed_experts import ROUTED, routed_tokens, summary_of
 from nvfp4_tensor.quantization.quantize_call import Filter
@@ -121,11 +122,11 @@ def gptq(
     until the run is complete: after an exception or an interrupt, the model is restored.
 
     Args:
-        model: the model whose linears and experts' parameters (E, N, K) are replaced in place. It runs in eval mode.
+        model: the model whose linears and experts, of transformers, are replaced in place. It runs in eval mode.
         batches: the inputs of the model. Each is a tensor, a tuple of arguments or a mapping of keyword arguments. Use
             at least a few thousand tokens, similar to those that the model will process.
         config: a :class:`GPTQConfig`. An NVFP4WeightOnlyConfig or NVFP4Config is used as its base_config.
-        filter_fn: selects modules by (module, name): linears, and modules with experts' parameters; by default those of
+        filter_fn: selects modules by (module, name): linears, and modules with experts; by default those of
             ``quantize_model``. A shared weight stays dense, with a warning.
         layers: the sequential layers of the model. By default, those of the longest nn.ModuleList that contain most of
             the selected modules. ``[]`` treats the model as one layer: all inputs are recorded before its first weight
@@ -182,7 +183,7 @@ def _chain(
 
 def _joined(model: nn.Module, targets: Sequence[WeightRef]) -> dict[WeightRef, list[WeightRef]]:
     """Return the weights with which each linear that servers join shares a per-tensor scale, including itself."""
-    own = {target.module: target for target in targets if target.experts == 1}
+    own = {target.module: target for target in targets if target.dense.dim() == 2}
     return {own[linear]: [own[each] for each in group] for linear, group in joined_linears(model, own).items()}
 
 
@@ -190,14 +191,14 @@ def _joined(model: nn.Module, targets: Sequence[WeightRef]) -> dict[WeightRef, l
 
 
 def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
-    """Return the weights of the modules that the filter selects: linears, and modules with parameters (E, N, K).
+    """Return the weights of the modules that the filter selects: linears, and modules with experts of transformers.
 
     Shared weights are left out, with a warning.
     """
     chosen = {
         module: name
         for name, module in model.named_modules()
-        if (is_linear(module) or _expert_weights(module) if filter_fn is None else filter_fn(module, name))
+        if (is_linear(module) or expert_weights(module) if filter_fn is None else filter_fn(module, name))
     }
     refuse_shards(model, chosen)
     targets = [target for module, name in chosen.items() for target in _targets_of(name, as_linear(module))]
@@ -213,21 +214,17 @@ def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
     return [target for target in targets if target.name not in shared]
 
 
-def _expert_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    if isinstance(module, nn.modules.conv._ConvNd):
-        return {}
-    parameters = {name: each for name, each in module._parameters.items() if each is not None and each.dim() == 3}
-    return {name: each for name, each in parameters.items() if each.dtype in HIGH_PRECISION_DTYPES}
-
-
 def _targets_of(name: str, module: nn.Module) -> Iterator[WeightRef]:
     prefix = f"{name}." if name else ""
-    experts = {} if isinstance(module, nn.Linear) else _expert_weights(module)
+    experts = expert_weights(module)
     if not experts:
         yield WeightRef(f"{prefix}weight", module, "weight", quantizable(module).weight)
-    for attribute, parameter in experts.items():
-        if isinstance(parameter.data, NVFP4Tensor):
-            raise ValueError(f"{prefix}{attribute} is NVFP4 already: start from the dense model")
+    for attribute in experts:
+        parameter = getattr(module, attribute)
+        if type(parameter.data) is not Tensor or parameter.dtype not in HIGH_PRECISION_DTYPES:
+            raise ValueError(
+                f"{prefix}{attribute} is {parameter.dtype}, or quantized already: start from the dense model"
+            )
         yield WeightRef(f"{prefix}{attribute}", module, attribute, parameter)
 
 
@@ -385,18 +382,16 @@ class _Run:
 
 
 def _by_input(targets: Sequence[WeightRef], collected: Mapping[Fed, Statistics]) -> list[Statistics]:
-    """Return the statistics, one per input, experts in order. They are zero for an expert that no batch reached."""
+    """Return the statistics, one per input, experts in order."""
     result: dict[int, Statistics] = {}
     for target in targets:
-        every = [(target, expert) for expert in range(target.experts)]
-        if not any(fed in collected for fed in every):
-            raise RuntimeError(
-                f"no batch reached {target.name}, and the model is unchanged: exclude it with filter_fn, or give "
-                "batches that use it"
-            )
-        for fed in every:
-            each = collected[fed] if fed in collected else Statistics.zeros([fed], False)
-            result[id(each)] = each
+        for fed in [(target, expert) for expert in range(target.experts)]:
+            if fed not in collected:
+                raise RuntimeError(
+                    f"no batch reached {target.name}, and the model is unchanged: exclude it with filter_fn, or give "
+                    "batches that use it"
+                )
+            result[id(collected[fed])] = collected[fed]
     return list(result.values())
 
 

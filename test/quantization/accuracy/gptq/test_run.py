@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import linear
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, QuantizeSpec, checkpoints
@@ -379,62 +378,7 @@ def test_arguments_that_do_not_fit(make, error, message):
         make()
 
 
-# --- experts and transformers models ---------------------------------------------------------------------------------
-
-
-class Grouped(nn.Module):
-    """A mixture of experts with a loop over slices, or with torch's grouped product."""
-
-    def __init__(self, grouped):
-        super().__init__()
-        self.grouped = grouped
-        self.router = nn.Linear(WIDTH, 4)
-        self.up = nn.Parameter(torch.randn(4, 96, WIDTH) / 8)
-        self.down = nn.Parameter(torch.randn(4, WIDTH, 96) / 10)
-
-    def forward(self, x):
-        rows = x.flatten(0, -2)
-        chosen = self.router(rows)[:, :3].argmax(-1)  # nobody asks the fourth
-        order = chosen.argsort()
-        y = torch.empty_like(rows)
-        y[order] = (self._grouped if self.grouped else self._looped)(rows[order], chosen[order])
-        return x + y.view_as(x)
-
-    def _looped(self, rows, chosen):
-        return torch.cat([linear(linear(rows[chosen == e], self.up[e]).tanh(), self.down[e]) for e in chosen.unique()])
-
-    def _grouped(self, rows, chosen):
-        offs = torch.searchsorted(chosen, torch.arange(1, 5)).int()
-        inner = nn.functional.grouped_mm(rows.bfloat16(), self.up.mT, offs=offs).tanh()
-        return nn.functional.grouped_mm(inner, self.down.mT, offs=offs).to(rows.dtype)
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_experts(grouped):
-    torch.manual_seed(0)
-    dense, data = Chain(Grouped(grouped), Grouped(grouped)).bfloat16().eval(), batches(dtype=torch.bfloat16)
-    chosen = lambda module, name: isinstance(module, Grouped)  # noqa: E731
-    own, nearest = (quantized(dense, GPTQConfig(damping=damping), data, filter_fn=chosen) for damping in (0.01, 1e9))
-    for layer in own.layers:
-        assert isinstance(layer.up, NVFP4Tensor) and layer.up.per_tensor_scale.shape == (4, 1)
-        assert type(layer.router.weight.data) is torch.Tensor
-    for part in ("up", "down"):  # the expert that nobody asked is rounded to nearest
-        assert torch.equal(*(getattr(m.layers[0], part)[3].dequantize() for m in (own, nearest)))
-    assert error(own, dense, data) < 0.7 * error(nearest, dense, data)
-
-
-class Transposed(Grouped):
-    """Experts stored as (E, K, N)."""
-
-    def _grouped(self, rows, chosen):
-        offs = torch.searchsorted(chosen, torch.arange(1, 5)).int()
-        return nn.functional.grouped_mm(rows.bfloat16(), self.down, offs=offs).to(rows.dtype)[:, :WIDTH]
-
-
-def test_experts_of_another_layout_are_refused():
-    m = nn.Sequential(Transposed(True)).bfloat16().eval()
-    with pytest.raises(ValueError, match=r"0.down has shape \(E, K, N\): GPTQ supports only experts \(E, N, K\)"):
-        quantized(m, None, batches(dtype=torch.bfloat16), filter_fn=lambda module, name: isinstance(module, Grouped))
+# --- transformers models ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "bloom", "falcon"])
