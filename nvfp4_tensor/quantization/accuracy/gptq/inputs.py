@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torch.overrides import TorchFunctionMode
 
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -23,32 +22,23 @@ Fed = tuple[WeightRef, int]
 _CHUNK = 4096
 """Rows converted to float32 at a time."""
 
-_MATMUL = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
 
+class Watch:
+    """Record the inputs of dense weights while the context is active.
 
-class Watch(TorchFunctionMode):
-    """Record the inputs by which dense weights are multiplied, while the mode is active.
-
-    Products of linears are recognized by the storage of their weight: ``linear``, and ``x @ weight.T``. Inputs are
-    copied, because the model may write to them later.
-
-    Every expert of a transformers module gets all tokens of its layer, whatever the router chooses, so that each has
-    statistics; the outputs that flow on are the router's choice.
+    Inputs are copied, because the model may write to them later. Every expert of a transformers module gets all tokens
+    of its layer, whatever the router chooses, so that each has statistics; the outputs that flow on are the router's
+    choice.
 
     Attributes:
         routed: int64 (E,), the tokens that the router sent to each expert, by experts' module.
     """
 
     def __init__(self, targets: Sequence[WeightRef]) -> None:
-        super().__init__()
         self.routed: dict[nn.Module, Tensor] = {}
-        self._targets: dict[int, list[WeightRef]] = {}
-        self._hooked: dict[nn.Module, dict[str, WeightRef]] = {}
+        self._targets: dict[nn.Module, dict[str, WeightRef]] = {}
         for target in targets:
-            if target.dense.dim() == 3:
-                self._hooked.setdefault(target.module, {})[target.attribute] = target
-            else:
-                self._targets.setdefault(target.dense.untyped_storage().data_ptr(), []).append(target)
+            self._targets.setdefault(target.module, {})[target.attribute] = target
         self._fed: dict[Fed, list[Tensor]] = {}
         self._weights: dict[Fed, list[Tensor]] = {}
         self._inputs: dict[tuple[Any, ...], Tensor] = {}
@@ -56,25 +46,16 @@ class Watch(TorchFunctionMode):
 
     def __enter__(self) -> Watch:
         self._hooks = [
-            module.register_forward_pre_hook(self._record_experts, with_kwargs=True) for module in self._hooked
+            module.register_forward_pre_hook(
+                self._record if isinstance(module, nn.Linear) else self._record_experts, with_kwargs=True
+            )
+            for module in self._targets
         ]
-        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
         for hook in self._hooks:
             hook.remove()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is nn.functional.linear:
-            named = dict(zip(("input", "weight"), args, strict=False), **(kwargs or {}))
-            self._record(named["input"], named["weight"])
-        elif func in _MATMUL and len(args) == 2 and isinstance(args[1], Tensor) and args[1].dim() == 2:
-            self._record(args[0], args[1].mT)
-        return func(*args, **(kwargs or {}))
 
     def rows(self, fed: Fed) -> Tensor | None:
         """Return the inputs of a weight, concatenated over its products (tokens, K); None if it was not used."""
@@ -95,7 +76,7 @@ class Watch(TorchFunctionMode):
 
     def _record_experts(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         hidden, chosen = arguments_of(args, keywords)
-        targets = self._hooked[module]
+        targets = self._targets[module]
         tokens = tokens_of(next(iter(targets.values())).experts, hidden, chosen)
         self.routed[module] = self.routed[module] + tokens if module in self.routed else tokens
         for name, experts, x, weights in inputs_of(module, hidden, chosen):
@@ -104,23 +85,12 @@ class Watch(TorchFunctionMode):
                 if weights is not None:
                     self._weights.setdefault((targets[name], expert), []).append(weights[:, i])
 
-    def _record(self, x: Tensor, weight: Tensor) -> None:
-        target = self._find(weight)
-        if target is None or weight.stride() != target.dense.stride() or x.shape[-1] != weight.shape[-1]:
-            return
-        x = x.detach()
+    def _record(self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        x, target = (args[0] if args else keywords["input"]).detach(), self._targets[module]["weight"]
         key, rows = (x.data_ptr(), x.shape, x.stride()), x.reshape(-1, x.shape[-1])
         if key not in self._inputs or not torch.equal(self._inputs[key], rows):
             self._inputs[key] = rows.clone()
         self._fed.setdefault((target, 0), []).append(self._inputs[key])
-
-    def _find(self, weight: Tensor) -> WeightRef | None:
-        if type(weight) not in (Tensor, nn.Parameter) or weight.device.type == "meta":
-            return None
-        for target in self._targets.get(weight.untyped_storage().data_ptr(), ()):
-            if 0 <= weight.storage_offset() - target.dense.storage_offset() < target.dense.numel():
-                return target
-        return None
 
 
 @dataclasses.dataclass

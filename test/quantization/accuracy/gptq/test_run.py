@@ -340,16 +340,6 @@ def test_autocast_changes_nothing_but_what_the_model_computes():
     assert_same_codes(*made)
 
 
-def test_a_product_without_a_call_of_the_linear_is_seen():
-    torch.manual_seed(0)
-    m = nn.Sequential(nn.Linear(WIDTH, 96, bias=False), nn.Linear(96, 32, bias=False))
-    expected = quantized(m)
-    for multiply in (lambda x, w: x @ w.T, lambda x, w: torch.matmul(x, w.mT)):
-        other = copy.deepcopy(m)
-        other.forward = lambda x, own=other, by=multiply: by(by(x, own[0].weight), own[1].weight)
-        assert_same_codes(gptq(other, batches(), progress=False), expected)
-
-
 def test_a_linear_used_several_times_learns_of_all():
     """A layer used several times is treated as one layer, with the rows of every use."""
     torch.manual_seed(0)
