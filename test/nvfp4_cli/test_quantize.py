@@ -128,21 +128,6 @@ def test_codes_of_another_quantization_are_fitted_like_their_values(kind, how, f
     assert f"tensor {name}: expected finite numbers" in said and not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize("how, share", [("--gptq", 0.9), ("--weighted", 0.97)])
-def test_what_is_fitted_errs_less_on_the_text(how, share, dense, text, tmp_path, run):
-    said = run("quantize", dense, tmp_path / "fitted", "--calibrate", text, how, "--tokens", 256, "--json")
-    assert (said["quantized"], said["w4a4"]) == (14, False)
-    run("quantize", dense, tmp_path / "searched", "--scale-search")
-    errors = []
-    for folder in ("fitted", "searched"):
-        said = run("compare", dense, tmp_path / folder, "--text", text, "--tokens", 256, "--json")
-        errors.append(sum(output["relative"] ** 2 for output in said["quality"]["outputs"]))
-    assert errors[0] < share * errors[1]
-    with checkpoints.read(tmp_path / "fitted") as checkpoint:
-        scales = [checkpoint.linear(f"model.layers.0.self_attn.{each}_proj.weight").per_tensor_scale for each in "qkv"]
-    assert scales[0] == scales[1] == scales[2]  # as servers want it, without rounding anything again
-
-
 @pytest.mark.parametrize("how", [["--w4a16"], [], ["--gptq"]], ids=["w4a16", "w4a4", "gptq"])
 def test_a_budget_leaves_dense_what_costs_most(how, dense, text, tmp_path, run):
     given = ["--calibrate", text, "--tokens", 64, "--bits", 7, *how]
