@@ -28,6 +28,7 @@ from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
 from nvfp4_tensor.quantization.experts import expert_weights
 from nvfp4_tensor.quantization.linear import joined_linears, quantizable, shared_parameters
 from nvfp4_tensor.quantization.observed_experts import ROUTED, routed_tokens, summary_of
+from nvfp4_tensor.quantization.observer import check_observable
 from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.quantization.trained import restored, to_dense
@@ -157,6 +158,8 @@ def gptq(
         chain = _chain(model, targets, layers)
         finished = None if folder is None else Finished(folder, config, model, targets, batches)
         to_dense(model)
+        for linear in (each.module for each in targets if each.dense.dim() == 2):
+            check_observable(linear)
         with in_eval_mode(model), tqdm(total=len(targets), desc="GPTQ", unit="weight", disable=not progress) as bar:
             run = _Run(config, _joined(model, targets), finished, bar.update)
             rest = run.fit_layers(model, chain, targets, batches) if chain else targets
