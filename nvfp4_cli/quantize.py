@@ -145,33 +145,12 @@ def run(
     given: dict[str, Any] = {"weight_spec": spec, "seed": seed if spec.is_stochastic else None}
     start = time.perf_counter()
     amax = budget = routed = None
-    if distill is not None:
-        check_is_new(dst, is_file=format_named(to).is_file)
-        source = fitting.open_to_fit(src)
-        fitting.check_scales_fit(source, to, of_format)
-        model = open_model(source, progress=progress)
-        included = (*include, untie_head(model)) if head else include
-        chosen = fitting.Chosen(model, exclude, included, to)
-        batches = training_batches(model, distill, src, tokens, progress=progress)
-        state = dst.with_name(f"{dst.name}.distill")  # from which an interrupted run resumes
-        fitting.fit_by_distillation(
-            model, batches, spec, chosen, w4a16=w4a16, minutes=minutes or 10.0, compile=compile_, folder=state,
-            progress=progress,
-        )  # fmt: skip
-        fitting.write_fitted(source, model, dst, to=to, head=head, progress=progress, **of_format)
-        shutil.rmtree(state)
-        dense, written = (
-            open_model(fitting.open_to_fit(src), progress=progress),
-            open_model(dst, src, progress=progress),
-        )
-        read = compare_models(dense, written, batches[0].cpu().flatten(), progress=progress)
-        return dataclasses.replace(Written.of(src, dst, time.perf_counter() - start), divergence=read.divergence)
-    if calibrate is not None:
+    if distill is not None or calibrate is not None:
         check_is_new(dst, is_file=format_named(to).is_file)  # before minutes of calibration
-        source = fitting.open_to_fit(src)
-        if gptq or weighted:
+        source, fits = fitting.open_to_fit(src), distill is not None or gptq or weighted
+        if fits:
             fitting.check_scales_fit(source, to, of_format)
-        batches = windows_of(read_tokens(calibrate, open_tokenizer(src), tokens or 4096), WINDOW)
+        batches = windows_of(read_tokens(calibrate, open_tokenizer(src), tokens or 4096), WINDOW) if calibrate else []
         model = open_model(source, progress=progress)
         included = (*include, untie_head(model)) if head else include
         chosen = fitting.Chosen(model, exclude, included, to)
@@ -180,11 +159,26 @@ def run(
             budget = fitting.spend_bits(model, batches, bits, config, chosen, progress=progress)
             exclude = (*exclude, *chosen.patterns(budget.left_dense))
             chosen = fitting.Chosen(model, exclude, included, to)
-        if gptq or weighted:
+        if distill is not None:
+            batches = training_batches(model, distill, src, tokens, progress=progress)
+            state = dst.with_name(f"{dst.name}.distill")  # from which an interrupted run resumes
+            fitting.fit_by_distillation(
+                model, batches, spec, chosen, w4a16=w4a16, minutes=minutes or 10.0, compile=compile_, folder=state,
+                progress=progress,
+            )  # fmt: skip
+        elif fits:
             fit = fitting.fit_by_gptq if gptq else fitting.fit_by_scale_search
             fit(model, batches, NVFP4WeightOnlyConfig(**given), chosen, progress=progress)
+        if fits:
             fitting.write_fitted(source, model, dst, to=to, head=head, progress=progress, **of_format)
-            return Written.of(src, dst, time.perf_counter() - start, budget, routed_tokens(model))
+            written = Written.of(src, dst, time.perf_counter() - start, budget, routed_tokens(model))
+            if distill is None:
+                return written
+            shutil.rmtree(state)
+            dense = open_model(fitting.open_to_fit(src), progress=progress)
+            again = open_model(dst, src, progress=progress)
+            read = compare_models(dense, again, batches[0].cpu().flatten(), progress=progress)
+            return dataclasses.replace(written, divergence=read.divergence)
         amax = None if w4a16 else fitting.find_input_amax(model, batches, chosen, progress=progress)
         routed = routed_tokens(model)
         source.check_unchanged()  # since the model was loaded
