@@ -6,7 +6,8 @@ import re
 import huggingface_hub
 import pytest
 import torch
-from helpers.hub_models import from_pretrained, quantized, same_codes, same_file
+import transformers
+from helpers.hub_models import assert_kept, from_pretrained, quantized, same_codes, same_file
 from safetensors.torch import load_file
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM, TorchAoConfig
@@ -123,6 +124,23 @@ def test_scales_of_each_linear_are_requantized(llama, tmp_path, ids):
         nvfp4.attach_quantizer(llama()[0])
 
 
+@pytest.mark.skipif(not hasattr(transformers, "HrmTextConfig"), reason="transformers 5.21 does not have it")
+def test_linears_that_are_one_tensor_in_dense_files(tmp_path, ids):
+    """q, k, v and a gate are quantized apart, with a dense k beside them, saved apart, and loaded again."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = transformers.HrmTextConfig(**sizes, num_attention_heads=4)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    assert any("gqkv_proj" in name for name in checkpoints.read(tmp_path / "dense").entries)
+    dense = ["lm_head", "model.L_module.layers.0.self_attn.k_proj"]
+    model = from_pretrained(tmp_path / "dense", None, {"modules_to_not_convert": dense})
+    names = quantized(model).keys()
+    assert len(names) == 31  # of two stacks of two layers of eight linears
+    for name, weight in AutoModelForCausalLM.from_pretrained(tmp_path / "dense").named_parameters():
+        assert (model.get_parameter(name) - weight).norm() <= (0.15 * weight.norm() if name in names else 0.0)
+    assert_kept(model, ids, tmp_path / "nvfp4", decoded=True)
+
+
 @pytest.mark.filterwarnings("ignore:requantizing")
 def test_torchaos_own_config(llama, tmp_path, ids):
     """Another quantizer with our configs would write files that nothing can load: an error names the way that works."""
@@ -153,6 +171,7 @@ def test_dequantized_is_dense(llama, tmp_path):
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     dense.save_pretrained(tmp_path / "b")  # from then on its config has the dtype as a string
     dense = dense.dequantize()
+    assert type(dense.model.layers[0].mlp.up_proj) is torch.nn.Linear
     dense.save_pretrained(tmp_path / "dense")
     assert "quantization_config" not in json.loads((tmp_path / "dense/config.json").read_text())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")

@@ -16,7 +16,7 @@ from helpers.hub_models import (
 )
 from torch import nn
 from torchao.quantization import quantize_
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, MixtralConfig
 
 from nvfp4_tensor import (
     NVFP4Config,
@@ -157,13 +157,17 @@ def test_settings_survive_json(config):
     assert (again.modules_to_not_convert, again.share_scales) == (["a.*"], False)
 
 
-def test_what_is_refused(llama):
+def test_what_is_refused(llama, tmp_path):
     with pytest.raises(TypeError, match="not Linear"):
         NVFP4TensorConfig(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="attach_quantizer"):
         NVFP4TensorConfig(NVFP4Config(step="convert"))
     with pytest.raises(ValueError, match="'nvfp4_tensor', got 'nvfp4'"):
         NVFP4TensorConfig(quant_method="nvfp4")
+    nothing = GPT2Config(vocab_size=96, n_embd=40, n_inner=72, n_layer=1, n_head=4)  # no multiples of 16
+    AutoModelForCausalLM.from_config(nothing).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="nothing to quantize in GPT2LMHeadModel"):
+        load(tmp_path / "gpt2")
     model, folder = llama()
     model.config.quantization_config = NVFP4TensorConfig()
     model.config.save_pretrained(folder)
