@@ -1,6 +1,5 @@
 import copy
 import dataclasses
-import io
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from nvfp4_tensor import (
     QuantizeSpec,
     RoundingMode,
     ScaleRounding,
-    calibrate,
     quantize,
 )
 
@@ -164,25 +162,6 @@ def test_stochastic_weights_follow_the_seed_and_a_model_without_memory_takes_the
     )
     m[0].weight = nn.Parameter(m[0].weight.dequantize())
     assert repr(m[0]).endswith("bias=True, weight=dense torch.bfloat16)")
-
-
-@pytest.mark.parametrize("config", [NVFP4WeightOnlyConfig(round_mode="stochastic"), NVFP4Config()])
-def test_state_dict_round_trip(device, config):
-    m, other, fresh, dense = (model(device=device) for _ in range(4))
-    x = torch.randn(6, 72, device=device).bfloat16()
-    quantize_(other, config)
-    if config.activation is None:
-        quantize_(m, config)
-    else:
-        calibrate(m, [x], filter_fn=lambda each, name: isinstance(each, nn.Linear), progress=False)
-    torch.save(m.state_dict(), file := io.BytesIO())
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert isinstance(state["0.weight"], NVFP4Tensor)
-    other.load_state_dict(state)
-    fresh.load_state_dict(state, assign=True)
-    assert torch.equal(other(x / 4), m(x / 4)) and torch.equal(fresh(x / 4), m(x / 4))
-    dense.load_state_dict({name: v.dequantize() if isinstance(v, NVFP4Tensor) else v for name, v in state.items()})
 
 
 def test_peak_memory_is_the_model_and_one_layer():

@@ -234,26 +234,6 @@ def test_no_product_uses_a_weight_of_the_past(device, change, config):
             before = expected
 
 
-def test_copies_tied_weights_and_casts():
-    first, tied, x = quantized_linear(), quantized_linear(), torch.randn(3, K, dtype=torch.bfloat16)
-    second, tied.weight = copy.deepcopy(first), first.weight
-
-    def function(x):
-        return first(x), second(x), tied(x)
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        for _ in range(2):
-            assert all(map(torch.equal, compiled(x), function(x)))
-            first.weight.copy_(torch.randn(N, K))
-        assert not torch.equal(first(x), second(x))
-        for each in (first, second, tied):
-            each.to(torch.float16)
-        assert torch.equal(compiled(x.half())[1], linear(x.half(), second.weight, second.bias))
-        with pytest.raises(Exception, match="must have the same dtype"):
-            compiled(x)
-
-
 # --- writes in the graph itself --------------------------------------------------------------------------------------
 
 
