@@ -1,5 +1,0 @@
-import sys
-
-from nvfp4_cli import main
-
-sys.exit(main())
