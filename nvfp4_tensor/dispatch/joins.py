@@ -81,14 +81,10 @@ def _have_one_scale(tensors: Sequence[NVFP4Tensor], along_blocks: bool) -> bool:
     first, *others = (t.per_tensor_scale for t in tensors)
     if first.dim() or any(scale.dim() for scale in others):
         return False
-    values = type(first) is Tensor and (first.is_cpu or (along_blocks and first.is_cuda))
-    return all(_is_one_storage(first, scale) or (values and torch.equal(first, scale)) for scale in others)
-
-
-def _is_one_storage(a: Tensor, b: Tensor) -> bool:
-    return a is b or (
-        a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
-    )
+    place = first.untyped_storage()._cdata, first.storage_offset()
+    others = [scale for scale in others if (scale.untyped_storage()._cdata, scale.storage_offset()) != place]
+    has_values = type(first) is Tensor and (first.is_cpu or (along_blocks and first.is_cuda))
+    return all(has_values and torch.equal(first, scale) for scale in others)
 
 
 def _check_joins(func: Op, first: NVFP4Tensor, t: Tensor) -> None:

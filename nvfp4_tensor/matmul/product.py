@@ -203,7 +203,8 @@ def _quantized_values(x: Tensor, w: NVFP4Tensor) -> tuple[Tensor, Tensor]:
     else:
         amax = resolve_amax(x, spec, w.activation_amax)
         values, factor = torch.ops.nvfp4.fake_quantize(x, amax, rng_state, spec.pack(), torch.bfloat16, False)
-    return _fit_columns(values, w), factor
+    # A transform fills the padding, which a product with a weight that is transformed too sums over.
+    return values if w.spec.hadamard_sign is not None else values[..., : w.columns], factor
 
 
 def _decoded(x: NVFP4Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Tensor, Tensor | None]:
@@ -215,8 +216,3 @@ def _decoded(x: NVFP4Tensor, w: NVFP4Tensor, along_blocks: bool) -> tuple[Tensor
     both_transformed = x.spec.hadamard_sign is not None and x.spec.hadamard_sign == w.spec.hadamard_sign
     columns = ceil_to(x.columns, BLOCK) if both_transformed and along_blocks else x.columns
     return x._decode(torch.bfloat16, None, columns), x.row_scale()
-
-
-def _fit_columns(values: Tensor, w: NVFP4Tensor) -> Tensor:
-    """Cut off the padding, which a transform fills, unless w is transformed too."""
-    return values if w.spec.hadamard_sign is not None else values[..., : w.columns]

@@ -189,7 +189,7 @@ def _search_scales(
     return torch.where(base == E4M3_NAN, base, best)
 
 
-def over_tile(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+def over_tile(values: Tensor, reduce: Callable[[Tensor], Tensor] = lambda tiles: tiles.amax(dim=1)) -> Tensor:
     """Reduce values (rows, blocks) of 1x16 blocks over each 16 rows, and repeat the result for each of them."""
     rows = values.shape[0]
     tiles = pad(values, (0, 0, 0, -rows % BLOCK)).unflatten(0, (-1, BLOCK))
@@ -211,8 +211,8 @@ def block_scales(blocks: Tensor, amax: Tensor, spec: QuantizeSpec, weights: Tens
     block_amax = blocks.abs().amax(dim=-1)
     not_finite = ~(block_amax <= FLOAT32_MAX)
     if spec.block_rows == BLOCK:
-        block_amax = over_tile(block_amax, lambda tiles: tiles.amax(dim=1))
-        not_finite = over_tile(not_finite.to(torch.uint8), lambda tiles: tiles.amax(dim=1)).bool()
+        block_amax = over_tile(block_amax)
+        not_finite = over_tile(not_finite.to(torch.uint8)).bool()
     if spec.four_over_six is None:
         sixth = amax.new_full((), 1 / 6)
         bits = to_e4m3(block_amax * (s_enc * sixth), spec.scale_rounding, block_amax)

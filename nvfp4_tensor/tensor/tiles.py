@@ -22,12 +22,8 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize, quantize_experts
 def tiled(scale: Tensor) -> Tensor:
     """Return which block scales, e4m3 (rows, blocks), are the same in all of their 16 rows: bool (rows, blocks)."""
     data = scale.view(torch.uint8)
-    largest, smallest = over_tile(data, _amax), 255 - over_tile(255 - data, _amax)
+    largest, smallest = over_tile(data), 255 - over_tile(255 - data)
     return largest == smallest
-
-
-def _amax(tiles: Tensor) -> Tensor:
-    return tiles.amax(dim=1)
 
 
 def quantized_like(t: NVFP4Tensor, values: Tensor, spec: QuantizeSpec, **options: Any) -> NVFP4Tensor:
