@@ -3,6 +3,7 @@
     python -m benchmarks.matmul [--device cuda] [--shapes 14336x8192 28672x8192 4096x4096] [--rows 1 16 64 1024]
     python -m benchmarks.matmul --published --peers --repeats 9
     python -m benchmarks.matmul --gradients --rows 64 512 4096
+    python -m benchmarks.matmul --device cpu --threads 2 1 [--sets avx512 avx2]
 
 There are two measurements, one table each, for each number M of rows of x:
 
@@ -13,7 +14,7 @@ There are two measurements, one table each, for each number M of rows of x:
 Columns: time of torch's bfloat16 linear and of ``torch.ops.nvfp4.matmul``, their ratio, the minimal bytes per second
 (codes, scales, x, y) as a share of the copy bandwidth, and TFLOP/s; W4A4, which is the same product with the activation
 quantized and decoded before; and the speedup over bf16 of other installed libraries in the same run with the same
-weights. The last table has the host time of one eager call.
+weights. On a CPU --sets names instruction sets, one or more, in place of the machine's best.
 
 --published measures 20 weights of Llama, Qwen, Mixtral and DeepSeek models, and prints for each M the geometric mean
 and minimum of the ratios to bf16. --gradients measures the products of the backward pass of a frozen weight in LoRA: M
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -31,15 +33,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import nvfp4_tensor
 from benchmarks import harness, peers
 from benchmarks.harness import Timing, Variant, seconds
 from benchmarks.peers import Linear, Weight
 from nvfp4_tensor import QuantizeSpec
 from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.ops import native
 
-SHAPES = {"cuda": [(14336, 8192), (28672, 8192), (4096, 4096)], "cpu": [(4096, 4096)]}
-ROWS = {"cuda": [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096], "cpu": [1, 4, 16, 512]}
+SHAPES = {
+    "cuda": [(14336, 8192), (28672, 8192), (4096, 4096)],
+    "cpu": [(4096, 4096), (576, 576), (192, 576), (1536, 576), (576, 1536)],  # and SmolLM2-135M's layers
+}
+ROWS = {
+    "cuda": [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096],
+    "cpu": [1, 2, 4, 8, 16, 32, 64, 128, 512, 1024],
+}
 PUBLISHED = [
     *[(4096, 4096), (6144, 4096), (28672, 4096), (14336, 4096), (4096, 14336), (1024, 4096)],  # Llama-3 8B, Mixtral
     *[(8192, 8192), (10240, 8192), (14336, 8192), (8192, 28672), (1024, 8192)],  # Llama-3 70B
@@ -95,6 +103,21 @@ def ways(report: harness.Report, layers: list[Layer], xs: list[Tensor], wanted: 
     }
 
 
+def ways_of_sets(layers: list[Layer], sets: list[str]) -> dict[str, list[Linear]]:
+    """Return torch's linear, and our product by each instruction set of the CPU."""
+    in_use = ""
+
+    def multiply(x: Tensor, layer: Layer, isa: str) -> Tensor:
+        nonlocal in_use
+        if in_use != isa:  # asking the library would add 9 us to each product
+            native.set_instruction_set(isa)
+            in_use = isa
+        return layer.product(x)
+
+    ours = {isa: [functools.partial(multiply, layer=layer, isa=isa) for layer in layers] for isa in sets}
+    return {"bf16": [functools.partial(torch.nn.functional.linear, weight=layer.dense) for layer in layers], **ours}
+
+
 def ways_backward(layers: list[Layer]) -> dict[str, list[Linear]]:
     return {
         "bf16": [functools.partial(torch.matmul, other=layer.dense) for layer in layers],
@@ -124,36 +147,20 @@ def show(
 ) -> list[dict]:
     """Print the table of single products (length 1) or chains, and return its record."""
     limit, flops = timings[harness.COPY].bandwidth, 2.0 * layer.dense.numel()
-    kept, lines = [], []
+    kept, lines, ours = [], [], ways[1]
     for m in rows:
         suffix = " chain" if length > 1 else ""
         times = {way: timings[f"{way} {m}{suffix}"] for way in ways}
-        bf16, nvfp4 = times["bf16"].median / length, times["nvfp4"].median / length
+        bf16, nvfp4 = times["bf16"].median / length, times[ours].median / length
         ratios = {way: times["bf16"].median / times[way].median for way in ways if way != "bf16"}
-        share = times["nvfp4"].bandwidth / limit
+        share = times[ours].bandwidth / limit
         kept.append({"m": m, "ratio": ratios, "share": share, **{w: dataclasses.asdict(t) for w, t in times.items()}})
-        line = [str(m), seconds(bf16), seconds(nvfp4), f"{ratios['nvfp4']:.2f}x", f"{share:.0%}"]
+        line = [str(m), seconds(bf16), seconds(nvfp4), f"{ratios[ours]:.2f}x", f"{share:.0%}"]
         lines.append([*line, f"{flops * m / nvfp4 / 1e12:.3g}", *(f"{ratios[way]:.2f}x" for way in ways[2:])])
     others = [f"{way} x bf16" for way in ways[2:]]
     report("single product" if length == 1 else f"chain of {length} weights, one product")
-    report(harness.table(["M", "bf16", "nvfp4", "nvfp4 x bf16", "of copy", "TFLOP/s", *others], lines))
+    report(harness.table(["M", "bf16", ours, f"{ours} x bf16", "of copy", "TFLOP/s", *others], lines))
     return kept
-
-
-def host_times(report: harness.Report, device: torch.device, wanted: list[str], rounds: int) -> dict[str, float]:
-    """Return host seconds per eager call: a small product of each way except W4A4, and F.linear on the tensor."""
-    layer = Layer.random((1024, 1024), device)
-    xs = [torch.randn(m, 1024, device=device).bfloat16() for m in (1, 64)]
-    products = ways(report, [layer], xs, wanted)
-    runs = {
-        f"{way}, M = {len(x)}": functools.partial(linear, x)
-        for way, (linear,) in products.items()
-        for x in xs
-        if way != "w4a4"
-    }
-    w = nvfp4_tensor.quantize(layer.dense)
-    runs |= {f"linear(x, NVFP4Tensor), M = {len(x)}": functools.partial(torch.nn.functional.linear, x, w) for x in xs}
-    return {name: harness.host_time(run, device, rounds=rounds) for name, run in runs.items()}
 
 
 def summary(report: harness.Report, runs: list[dict]) -> None:
@@ -187,37 +194,42 @@ def main() -> None:
     at_least_1 = harness.at_least(1)
     parser.add_argument("--chain", type=at_least_1, help="weights of a chain (default: 256 MB on CUDA, none on CPU)")
     parser.add_argument("--peers", nargs="*", choices=peers.PRODUCTS, default=list(peers.PRODUCTS), help="default: all")
-    parser.add_argument("--repeats", type=at_least_1, help="timed runs of each (default: 25 on CUDA, 5 on CPU)")
+    parser.add_argument("--threads", type=at_least_1, nargs="+", default=[torch.get_num_threads()], help="of a CPU")
+    parser.add_argument("--sets", nargs="+", default=[], help="instruction sets of a CPU")
+    parser.add_argument("--repeats", type=at_least_1, default=25, help="timed runs of each variant")
     arguments = parser.parse_args()
-    device = torch.device(arguments.device)
-    repeats = arguments.repeats or (25 if device.type == "cuda" else 5)
+    device, repeats = torch.device(arguments.device), arguments.repeats
     content, report = harness.record(device, repeats=repeats, runs=[]), harness.Report()
     where = content["machine"].get("gpu", content["machine"]["processor"])
     report(f"{where}, native: {content['native'][device.type]}, median of {repeats}")
     ms = arguments.rows or (PUBLISHED_ROWS if arguments.published else ROWS[device.type])
     wanted = arguments.peers
-    for rows, columns in arguments.shapes or (PUBLISHED if arguments.published else SHAPES[device.type]):
+    shapes = arguments.shapes or (PUBLISHED if arguments.published else SHAPES[device.type])
+    for threads, (rows, columns) in itertools.product(arguments.threads, shapes):
+        torch.set_num_threads(threads)
+        of_cpu = {"threads": threads} if device.type == "cpu" else {}
         length = arguments.chain or (chain_length(rows, columns) if device.type == "cuda" else 1)
         layers = [Layer.random((rows, columns), device, seed) for seed in range(length)]
         xs = [torch.randn(m, rows if arguments.gradients else columns, device=device).bfloat16() for m in ms]
-        report(f"\n{rows}x{columns}")
-        products = ways_backward(layers) if arguments.gradients else ways(report, layers, xs, wanted)
-        wanted = [peer for peer in wanted if peer in products]
+        report(f"\n{rows}x{columns}" + (f", {threads} threads" if of_cpu else ""))
+        if arguments.sets:
+            products = ways_of_sets(layers, arguments.sets)
+        else:
+            products = ways_backward(layers) if arguments.gradients else ways(report, layers, xs, wanted)
+            wanted = [peer for peer in wanted if peer in products]
         timings: dict[str, Timing] = {}
         for x in xs:  # each number of rows separately: products of thousands of rows lower the clock for all
             timings |= harness.measure(variants(layers, x, products), device, repeats=repeats)
         report(f"copy {timings[harness.COPY].bandwidth / 1e9:.0f} GB/s")
-        run = {"shape": [rows, columns], "chain_length": length}
+        run = {"shape": [rows, columns], "chain_length": length, **of_cpu}
         run["single"] = show(report, layers[0], list(products), ms, timings, 1)
         if length > 1:
             run["chain"] = show(report, layers[0], list(products), ms, timings, length)
         content["runs"].append(run)
-    if len(content["runs"]) > 1:
+    if arguments.sets:
+        native.set_instruction_set("")
+    if device.type == "cuda" and len(content["runs"]) > 1:
         summary(report, content["runs"])
-    if device.type == "cuda" and not arguments.gradients:
-        content["host"] = host_times(report, device, wanted, min(repeats, 15))
-        report("\nhost time of one eager call, 1024x1024")
-        report(harness.table(["", "time"], [[name, seconds(taken)] for name, taken in content["host"].items()]))
     subject = "matmul" + "_published" * arguments.published + "_gradients" * arguments.gradients
     harness.save(harness.result_path(device, subject, arguments.out), content, report.text)
 

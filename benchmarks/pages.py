@@ -124,30 +124,29 @@ def gradients() -> str:
 
 
 def products_cpu() -> str:
-    tables = []
-    for run in load("cpu", "matmul")["runs"]:
-        large = [case for case in run["cases"] if case["shape"] == [4096, 4096]]
-        layers = [case for case in run["cases"] if case["shape"] != [4096, 4096]]
-        threads = f"{run['threads']} thread{'s' if run['threads'] > 1 else ''}"
-        header = [f"4096 x 4096, {threads}; rows of x", *(f"{case['rows']:,}" for case in large)]
-        time, speed = [seconds(case["median"]) for case in large], [times(case["speedup"]) for case in large]
-        small = ", ".join(f"{name_of(case['shape'])} {times(case['speedup'])}" for case in layers)
-        tables.append(table(header, [["time", *time], ["times as fast", *speed]]))
+    tables, runs = [], load("cpu", "matmul")["runs"]
+    for count in dict.fromkeys(run["threads"] for run in runs):
+        large, *layers = (run for run in runs if run["threads"] == count)
+        threads = f"{count} thread{'s' if count > 1 else ''}"
+        header = [f"{name_of(large['shape'])}, {threads}; rows of x", *(f"{row['m']:,}" for row in large["single"])]
+        time = [seconds(row["nvfp4"]["median"]) for row in large["single"]]
+        tables.append(
+            table(header, [["time", *time], ["times as fast", *map(times, ratios(large, "single", "nvfp4"))]])
+        )
+        small = ", ".join(f"{name_of(run['shape'])} {times(ratios(run, 'single', 'nvfp4')[0])}" for run in layers)
         tables.append(f"One row of x and SmolLM2-135M's layers: {small}.")
     return "\n\n".join(tables)
 
 
 def products_amx() -> str:
     """Return a table of torch's time over ours by rows of x, for each number of threads and shape of an Intel CPU."""
-    runs = load("cpu", "matmul_intel")["runs"]
-    lines: dict[str, dict[int, str]] = {}
-    for run in runs:
-        for case in run["cases"]:
-            line = f"{run['threads']} threads, {name_of(case['shape'])}, {case['instruction_set']}"
-            lines.setdefault(line, {})[case["rows"]] = times(case["speedup"])
-    rows = sorted({m for line in lines.values() for m in line})
-    header = ["times as fast; rows of x", *(f"{m:,}" for m in rows)]
-    return table(header, [[name, *(line.get(m, "") for m in rows)] for name, line in lines.items()])
+    result = load("cpu", "matmul_intel")
+    rows = [
+        [f"{run['threads']} threads, {name_of(run['shape'])}, {isa}", *map(times, ratios(run, "single", isa))]
+        for run in result["runs"]
+        for isa in run["single"][0]["ratio"]
+    ]
+    return table(rows_of_x(result), rows)
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
@@ -310,9 +309,8 @@ def figure() -> str:
     gpu = Panel("One NVIDIA H200", f"products in a chain, mean of {shapes}", lines)
     result = load("cpu", "matmul")
     run, processor = result["runs"][0], result["machine"]["processor"]
-    cases = [case for case in run["cases"] if case["shape"] == [4096, 4096]]
-    line = Line("nvfp4_tensor", [case["rows"] for case in cases], [case["speedup"] for case in cases])
-    cpu = Panel(f"{run['threads']} cores of an {processor}", "4096 x 4096", [line])
+    line = Line("nvfp4_tensor", [row["m"] for row in run["single"]], ratios(run, "single", "nvfp4"))
+    cpu = Panel(f"{run['threads']} cores of an {processor}", name_of(run["shape"]), [line])
     return draw([gpu, cpu], x_title="rows of x (tokens)", y_title="times as fast as torch's bfloat16")
 
 

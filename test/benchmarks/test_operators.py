@@ -8,8 +8,9 @@ import time
 
 import pytest
 import torch
+from helpers.instruction_sets import needs_library
 
-from benchmarks import compare, experts, harness, matmul, matmul_cpu, peers, quantize
+from benchmarks import compare, experts, harness, matmul, peers, quantize
 from benchmarks.harness import RESULTS, Variant
 from nvfp4_tensor.numerics import reference
 
@@ -63,10 +64,10 @@ def test_products(run, device: str) -> None:
         assert matmul.chain_length(rows, columns) * rows * columns * 9 / 16 > 4 * (60 << 20)
 
 
-def test_products_of_a_cpu(run) -> None:
-    content, _ = run(matmul_cpu, "--shapes 64x64 --rows 1 4 --threads 1 --repeats 2")
-    for m, case in zip((1, 4), content["runs"][0]["cases"], strict=True):
-        assert (case["rows"], case["shape"]) == (m, [64, 64]) and case["speedup"] > 0
+@needs_library
+def test_products_by_instruction_set(run) -> None:
+    (found,) = run(matmul, "--device cpu --shapes 64x64 --rows 1 4 --threads 1 --sets portable --repeats 2")[0]["runs"]
+    assert found["threads"] == 1 and [row["m"] for row in found["single"] if row["ratio"]["portable"] > 0] == [1, 4]
 
 
 def test_experts(run) -> None:
@@ -170,12 +171,12 @@ def scale(case: dict, factor: float) -> None:
 def test_only_what_lies_beyond_the_quartiles_is_told() -> None:
     """One case is slower by more than its spread, one faster, one slower within it; another machine is named."""
     old = cpu_products()
-    for case in old["runs"][0]["cases"][:3]:
+    for case in (row["nvfp4"] for row in old["runs"][0]["single"][:3]):
         case["low"], case["high"] = 0.95 * case["median"], 1.05 * case["median"]
     new = copy.deepcopy(old)
     new["machine"]["processor"] = "another"
-    for case, factor in zip(new["runs"][0]["cases"], (1.25, 0.5, 1.09), strict=False):
-        scale(case, factor)
+    for row, factor in zip(new["runs"][0]["single"], (1.25, 0.5, 1.09), strict=False):
+        scale(row["nvfp4"], factor)
     text, slower = compare.report(old, new)
     assert slower and f"machine processor: {old['machine']['processor']} -> another" in text
     rows = [line.split() for line in text.splitlines() if line.endswith(("slower", "faster"))]
@@ -192,7 +193,7 @@ def test_only_what_lies_beyond_the_quartiles_is_told() -> None:
     [
         (lambda runs: runs.append(runs[0]), "two timings are called"),
         (lambda runs: runs.clear(), "no entry has a median"),
-        (lambda runs: scale(runs[0]["cases"][0], 0.0), "not a median between its quartiles"),
+        (lambda runs: scale(runs[0]["single"][0]["nvfp4"], 0.0), "not a median between its quartiles"),
     ],
 )
 def test_a_content_that_cannot_be_compared_is_refused(damage, message: str) -> None:
