@@ -70,16 +70,6 @@ def cuda_library():
         pytest.skip(f"the CUDA library is not in use: {info().cuda}")
 
 
-@pytest.fixture
-def at_offset():
-    """Return a contiguous copy of a tensor on the GPU, at an offset in its allocation."""
-
-    def copy(t, offset):
-        return torch.empty(offset + t.numel(), dtype=t.dtype, device="cuda")[offset:].view(t.shape).copy_(t)
-
-    return copy
-
-
 @pytest.fixture(autouse=True)
 def _fresh():
     """A test has its seed, and leaves threads and the default dtype as they were."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.instruction_sets import displaced
 from helpers.products import ROUNDING, random_weight
 from helpers.repeats import captured
 
@@ -119,13 +120,13 @@ def test_numbers_of_experts(experts, tokens):
 
 @pytest.mark.parametrize("tokens", [8, 1000])
 @pytest.mark.parametrize("offset", [1, 2, 4, 8])
-def test_experts_at_any_address(at_offset, tokens, offset):
+def test_experts_at_any_address(tokens, offset):
     codes, scale = random_experts(4, 256, 512)
     x, factor = torch.randn(tokens, 512, device="cuda").bfloat16(), factors("expert", 4, 256)
     offs = group_ends([tokens // 4] * 4)
     for first_code, first_scale in ((offset, 0), (0, offset), (offset, offset)):
-        weight = at_offset(codes, first_code), at_offset(scale, first_scale), at_offset(factor, offset)
-        check(at_offset(x, offset), *weight, at_offset(offs, offset))
+        moved = zip((x, codes, scale, factor, offs), (offset, first_code, first_scale, offset, offset), strict=True)
+        check(*(displaced(t, by, "cuda") for t, by in moved))
 
 
 def test_scales_of_other_counts_are_refused():
