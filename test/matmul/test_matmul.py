@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize, quantize_experts
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ROWS = QuantizeSpec(row_scaled=True)
 
 
 def close_to(y: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
@@ -102,10 +103,12 @@ def test_matrix_times_vector():
 
 
 @pytest.mark.parametrize("activation, dtype", [*zip(
-    [QuantizeSpec(), QuantizeSpec(four_over_six=True), QuantizeSpec(scale_rounding="up")], DTYPES, strict=True
+    [QuantizeSpec(), QuantizeSpec(four_over_six=True), QuantizeSpec(scale_rounding="up"), *[ROWS] * 3], DTYPES * 2,
+    strict=True,
 )], ids=str)  # fmt: skip
 def test_w4a4_is_the_product_of_both_quantized(device, dtype, activation):
-    x, w = torch.randn(9, 70, device=device).to(dtype), quantize(torch.randn(33, 70, device=device).to(dtype))
+    x, w = torch.randn(9, 70, device=device), quantize(torch.randn(33, 70, device=device).to(dtype))
+    x = (x * torch.logspace(-3, 3, 9, device=device)[:, None]).to(dtype)
     bias = torch.randn(33, device=device).to(dtype)
     both = w._replace(activation_spec=activation)
     check(F.linear(x, both, bias), quantize(x, activation), w.t(), bias)
@@ -113,10 +116,10 @@ def test_w4a4_is_the_product_of_both_quantized(device, dtype, activation):
     check(torch.mm(x[:, :33], both), x[:, :33], w)  # across the blocks, as its gradient goes: not quantized
 
 
-@pytest.mark.parametrize("columns", [64, 50])
-def test_hadamard_transforms_cancel(columns):
+@pytest.mark.parametrize("columns, row_scaled", [(64, False), (50, False), (50, True)])
+def test_hadamard_transforms_cancel(columns, row_scaled):
     """The product is that of the transformed values, whose own transform is taken back by the other's."""
-    spec = QuantizeSpec(hadamard_sign=True)
+    spec = QuantizeSpec(hadamard_sign=True, row_scaled=row_scaled)
     x, w = torch.randn(20, columns), torch.randn(24, columns)
     exact, expected = x @ w.t(), quantize(x, spec) @ quantize(w, spec).t()
     y = F.linear(x, quantize(w, spec)._replace(activation_spec=spec))
@@ -190,9 +193,7 @@ def test_invalid_operands_of_a_product_raise(call, message):
 
 
 @pytest.mark.parametrize("rows, dtype", [(128, torch.bfloat16), (40, torch.float16), (40, torch.float32)], ids=str)
-@pytest.mark.parametrize(
-    "activation", [None, QuantizeSpec(), QuantizeSpec(row_scaled=True)], ids=["weight only", "w4a4", "rows"]
-)
+@pytest.mark.parametrize("activation", [None, QuantizeSpec(), ROWS], ids=["weight only", "w4a4", "rows"])
 def test_experts(device, rows, dtype, activation):
     sizes = torch.tensor([1.0, 30, 0.01, 5], device=device).view(4, 1, 1)
     experts = (torch.randn(4, rows, 64, device=device) * sizes).to(dtype)

@@ -5,7 +5,6 @@ import torch
 from helpers.bits import MAGNITUDES, MODES, assert_same_bits, inputs
 from helpers.refusals import refuses
 from torch import nn
-from torchao.quantization import quantize_
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, QuantizeSpec, calibrate, fake_quantize, quantize, quantize_experts
 
@@ -68,28 +67,6 @@ test_what_it_does_not_go_with = refuses(
     (lambda: calibrate(nn.Sequential(nn.Linear(16, 16)), [], NVFP4Config(row_scaled=True)), "row_scaled"),
     (lambda: NVFP4Tensor(**quantize(torch.ones(2, 16))._fields() | STATIC), "row_scaled"),
 )
-
-
-@pytest.mark.parametrize(("dtype", "options"), [
-    (torch.bfloat16, {}), (torch.float32, {"round_mode": "stochastic"}), (torch.bfloat16, {"hadamard_sign": True}),
-])  # fmt: skip
-def test_a_w4a4_linear(dtype, options, device):
-    activation, weight = ROWS.replace(**options), QuantizeSpec(hadamard_sign=options.get("hadamard_sign"))
-    m = nn.Sequential(nn.Linear(64, 48)).to(device, dtype)
-    quantize_(m, NVFP4Config(activation_spec=activation, weight_spec=weight))
-    x = (torch.randn(2, 9, 64, device=device) * torch.logspace(-3, 3, 9, device=device)[:, None]).to(dtype)
-    torch.manual_seed(5)
-    y = m(x)
-    torch.manual_seed(5)
-    left = quantize(x.view(-1, 64), activation)
-    plain = m[0].weight._replace(activation_spec=None)
-    expected = nn.functional.linear(left, plain, m[0].bias)
-    assert torch.equal(y.view(-1, 48), expected)
-    exact = left.dequantize(torch.float32).double() @ plain.dequantize(torch.float32).double().T + m[0].bias.double()
-    rounding = 2**-8 if dtype == torch.bfloat16 else 1e-5
-    assert torch.allclose(y.view(-1, 48).double(), exact, rtol=rounding, atol=1e-4)
-    torch.manual_seed(5)
-    assert torch.equal(torch.compile(m, fullgraph=True, backend="aot_eager")(x), y)
 
 
 def test_experts_have_a_scale_for_each_of_their_rows():
