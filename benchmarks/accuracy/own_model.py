@@ -183,11 +183,10 @@ def prepare(folder: Path, limit: int, roots: list[Path], device: torch.device) -
 
 
 def train(trainer: Trainer, folder: Path, deadline: float, log: dict[str, Any], save_every: float = 150) -> None:
-    """Train to the end or the deadline (of time.perf_counter), and write checkpoints and the points of the log."""
+    """Train to the end or the deadline (of time.perf_counter), and write checkpoints and the log."""
     steps, every = trainer.settings.steps, max(trainer.settings.steps // 60, 1)
-    losses: list[Tensor] = []
     began = saved = time.perf_counter()
-    at, before = trainer.step, log["seconds"]
+    before = log["seconds"]
 
     def keep() -> None:
         log["seconds"] = before + time.perf_counter() - began
@@ -195,14 +194,10 @@ def train(trainer: Trainer, folder: Path, deadline: float, log: dict[str, Any], 
         (folder / "training.json").write_text(json.dumps(log, indent=1) + "\n")
 
     while trainer.step < steps and time.perf_counter() < deadline:
-        losses.append(trainer.train_step())
+        loss = trainer.train_step()
         if trainer.step % every == 0 or trainer.step == steps:
-            loss, now = torch.stack(losses).mean().item(), time.perf_counter()
-            rate = (trainer.step - at) * trainer.settings.batch * trainer.settings.length / (now - began)
-            log["points"].append({"step": trainer.step, "loss": loss, "tokens_per_second": rate})
-            print(f"step {trainer.step} of {steps}: loss {loss:.4f}, {rate:,.0f} tokens/s", flush=True)
-            losses.clear()
-            if now - saved > save_every:
+            print(f"step {trainer.step} of {steps}: loss {loss.item():.4f}", flush=True)
+            if time.perf_counter() - saved > save_every:
                 keep()
                 saved = time.perf_counter()
         elif trainer.step % 8 == 0 and trainer.settings.device != "cpu":
@@ -295,7 +290,7 @@ def main() -> None:
     trainer = Trainer(settings, texts["training"], torch.cat(list(texts["evaluation"].values())))
     count = sum(parameter.numel() for parameter in trainer.model.parameters())
     log = {"settings": dataclasses.asdict(settings), "parameters": count, "steps": options.steps,
-           "training_tokens": len(texts["training"]), "seconds": 0.0, "points": []}  # fmt: skip
+           "training_tokens": len(texts["training"]), "seconds": 0.0}  # fmt: skip
     if (folder / "checkpoint.pt").exists():
         trainer.load_state_dict(torch.load(folder / "checkpoint.pt"))
         log = json.loads((folder / "training.json").read_text())

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchao.quantization import quantize_
 
 from benchmarks import harness
 from benchmarks.harness import (
@@ -62,12 +63,16 @@ def step_of(linear: nn.Linear, x: Tensor, dy: Tensor) -> Callable[[], object]:
     return run
 
 
-def linear_by(recipe: str, n: int, k: int, device: torch.device) -> nn.Linear:
+def linear_by(recipe: str, n: int, k: int, device: torch.device) -> Any:
     """A bfloat16 linear, dense or trained by a recipe."""
-    linear = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
+    return by_recipe(nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16), recipe)
+
+
+def by_recipe(module: nn.Module, recipe: str) -> nn.Module:
+    """Let all linears train by a recipe; for "bf16" none."""
     if recipe != "bf16":
-        training.NVFP4TrainingLinear.convert(linear, RECIPES[recipe])
-    return linear
+        quantize_(module, training.NVFP4TrainingConfig(RECIPES[recipe]))
+    return module
 
 
 def saved_bytes(linear: nn.Linear, x: Tensor) -> int:
@@ -173,17 +178,9 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
-def convert_linears(model: nn.Module, recipe: str) -> nn.Module:
-    """Let all linears train by a recipe; for "bf16" none."""
-    for module in list(model.modules()):
-        if recipe != "bf16" and type(module) is nn.Linear:
-            training.NVFP4TrainingLinear.convert(module, RECIPES[recipe])
-    return model
-
-
 def block_step(recipe: str, tokens: int, device: torch.device, sizes: tuple[int, int, int, int], repeats: int) -> dict:
     """Time and peak memory of a compiled block, forward and backward."""
-    block = convert_linears(Block(*sizes).to(device, torch.bfloat16), recipe)
+    block = by_recipe(Block(*sizes).to(device, torch.bfloat16), recipe)
     compiled = torch.compile(block, fullgraph=True)
     length = min(tokens, 4096)
     x = torch.randn(tokens // length, length, sizes[0], device=device, dtype=torch.bfloat16, requires_grad=True)
