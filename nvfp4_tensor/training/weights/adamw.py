@@ -127,8 +127,12 @@ class NVFP4AdamW(WeightOptimizer):
             moments[1] = moments[1].view(torch.float8_e4m3fn)
             grad = grad.reshape(weight.shape[0], columns)
             if isinstance(weight, NVFP4Tensor):
-                keep_headroom(parameter, state)
-                parts = weight.qdata, weight.scale, weight.per_tensor_scale
+                parts = [weight.qdata, weight.scale, weight.per_tensor_scale]
+                if tensors.moves[index]:
+                    keep_headroom(parameter, state)
+                else:
+                    state.setdefault(SCALE, 0.0)  # of no weight: the first step that moves it makes headroom
+                    parts = [part.clone() for part in parts]
                 torch.ops.nvfp4.adamw_step_codes(*parts, grad, *moments, numbers, rng_state, row0)
             else:
                 torch.ops.nvfp4.adamw_step(weight.view(grad.shape), grad, *moments, numbers, rng_state, row0)

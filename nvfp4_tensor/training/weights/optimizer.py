@@ -125,6 +125,8 @@ class NVFP4Optimizer(WeightOptimizer):
         if group["error_feedback"]:
             shrink_momentum(self.state[parameter], group)
         self._inner_step(parameter, after, group)
+        if not float(group.get("lr", 1.0)):  # as torch's set_optimizer_state_dict makes states: codes and scales stay
+            return
         written = write_back(
             parameter,
             after.detach() - before,

@@ -16,12 +16,17 @@ _LARGEST_LEAST_EXPONENT = 240
 
 
 class StepTensors:
-    """What the parameters of one step need on their devices: a copy for all of them, which the host does not await."""
+    """What the parameters of one step need on their devices: a copy for all of them, which the host does not await.
+
+    moves: for each parameter, whether its learning rate is not 0. At 0, as in the step by which torch's
+        set_optimizer_state_dict makes the states of a new optimizer, a weight keeps its codes and scales.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, grad_scale: Tensor | None = None) -> None:
         """grad_scale: what all gradients are multiplied by, 0-d; None for 1."""
         self._optimizer, self._grad_scale = weakref.proxy(optimizer), grad_scale
         self._copies: dict[tuple[torch.device, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        self.moves = [float(group["lr"]) != 0 for group in optimizer.param_groups for _ in group["params"]]
 
     def of(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return a parameter's numbers of the step (HYPER), float32 (8,), and its random state, int64 (2,)."""

@@ -16,6 +16,7 @@ from helpers.files import saved
 from helpers.least_squares import backward, train
 from helpers.refusals import refuses
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, quantize
 from nvfp4_tensor.numerics import optimizer_step
@@ -436,6 +437,28 @@ def through_a_file(net, optimizer, order):
     for which in order:
         (net, optimizer)[which].load_state_dict(states[which])
     return net, optimizer
+
+
+@pytest.mark.parametrize("make", [NVFP4AdamW, NVFP4Optimizer])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_state_that_torch_sets_after_the_weights_resumes_bit_for_bit(make, seed):
+    """torch makes the states of a new optimizer by a step of zeros at a learning rate of 0."""
+    runs = []
+    for resumes in (False, True):
+        torch.manual_seed(seed)
+        net = small()
+        optimizer = make(net.parameters(), lr=0.02)
+        for step in range(8):
+            if resumes and step == 4:
+                states, net = saved((net.state_dict(), get_optimizer_state_dict(net, optimizer))), small()
+                net.load_state_dict(states[0])
+                optimizer = make(net.parameters(), lr=0.02)
+                set_optimizer_state_dict(net, optimizer, states[1])
+                assert torch.equal(stored_bits(net.weight), stored_bits(states[0]["weight"]))
+            net.weight.grad = torch.randn(32, 32, generator=torch.Generator().manual_seed(step))
+            optimizer.step()
+        runs.append(stored_bits(net.weight))
+    assert torch.equal(*runs)
 
 
 @pytest.mark.parametrize("seed", range(12))
