@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from nvfp4_tensor._compat.frames import warn_user
-from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model
+from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, check_batches
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.conversion import Conversion
@@ -73,8 +73,7 @@ def calibrate(
             "calibrate observes activations: config must be an NVFP4Config, or an NVFP4WeightOnlyConfig with "
             f"weighted=True, not {type(config).__name__}"
         )
-    if isinstance(batches, torch.Tensor | Mapping):
-        raise TypeError(f"batches must be an iterable of batches, not one {type(batches).__name__}: pass [batch]")
+    check_batches(batches)
     chosen = PlannedFilter(model, plan_model(model, filter_fn))
     linears: list[nn.Module] = chosen.linears
     if filter_fn is not None:

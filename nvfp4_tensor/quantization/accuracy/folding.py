@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.accuracy.gptq.inputs import product_of
-from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode
+from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, list_of
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.linear import shared_parameters
 from nvfp4_tensor.quantization.quantize_call import Filter
@@ -82,9 +82,7 @@ def fold_scales(
         ValueError: no batches.
     """
     spec = (NVFP4WeightOnlyConfig() if config is None else config).weight
-    batches = list(batches)
-    if not batches:
-        raise ValueError("fold_scales weighs columns by their inputs: give at least one batch")
+    batches = list_of(batches, "fold_scales weighs columns by their inputs")
     names = {module: name for name, module in model.named_modules()}
     with in_eval_mode(model), _Readers.watching(model) as readers:
         for batch in tqdm(batches, desc="folding", unit="batch", disable=not progress):

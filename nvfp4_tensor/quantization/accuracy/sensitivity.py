@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,9 @@ from torch.nn.functional import kl_div
 from tqdm import tqdm
 
 from nvfp4_tensor.quantization.accuracy.gptq.run import find_targets
-from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, logits_of
+from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, list_of, logits_of
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
+from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.weights import WeightRef
@@ -167,8 +169,9 @@ def sensitivity(
         progress: show a progress bar.
 
     Raises:
-        ValueError: no batches, a config that needs a calibration, both by_layer and group_of, or nothing to quantize.
-        TypeError: the model returns a tuple, or another object without logits.
+        ValueError: no batches, or batches without tokens; a config that needs a calibration; both by_layer and
+            group_of; nothing to quantize; outputs that are NaN.
+        TypeError: one batch in place of several; the model returns a tuple, or another object without logits.
 
     Example::
 
@@ -179,9 +182,7 @@ def sensitivity(
     config._check_calibrated()
     if config.step is not None:
         raise ValueError("sensitivity needs a config without step, because it does not use a calibration")
-    batches = list(batches)
-    if not batches:
-        raise ValueError("sensitivity compares outputs: give at least one batch")
+    batches = list_of(batches, "sensitivity compares outputs")
     if by_layer and group_of is not None:
         raise ValueError("by_layer and group_of both choose what is quantized together: give only one of them")
     with restored(model, only_on_error=False), in_eval_mode(model):
@@ -189,8 +190,12 @@ def sensitivity(
         to_dense(model)
         with _calls(model) as called:
             exact = [_log_probabilities(model, batch) for batch in batches]
+        if not any(own.numel() for own in exact):
+            raise ValueError("the batches have no tokens, on which sensitivity compares outputs")
         bar = tqdm(groups.items(), desc="sensitivity", unit="part", disable=not progress)
         parts = [_part(model, name, targets, config, batches, exact) for name, targets in bar]
+    if nan := [part.name for part in parts if math.isnan(part.loss)]:
+        raise ValueError(f"the losses of {some(nan)} are NaN: look for NaN in the batches and the dense model")
     reached = {name for name, targets in groups.items() if any(target.module in called for target in targets)}
     tokens = sum(own.shape[:-1].numel() for own in exact)
     return Sensitivity(tuple(dataclasses.replace(p, called=p.name in reached or p.loss != 0) for p in parts), tokens)

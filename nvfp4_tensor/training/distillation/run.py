@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, logits_of
+from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, list_of, logits_of
 from nvfp4_tensor.quantization.calibration import calibrate
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.linear import shared_parameters
@@ -118,11 +118,7 @@ def distill(
     """
     if not isinstance(config, DistillConfig):
         config = DistillConfig(base_config=config)
-    if isinstance(batches, Tensor | Mapping):
-        raise TypeError(f"batches must be an iterable of batches, not one {type(batches).__name__}: pass [batch]")
-    batches = list(batches)
-    if not batches:
-        raise ValueError("distill needs inputs of the model: give at least one batch")
+    batches = list_of(batches, "distill needs inputs of the model")
     if config.compile and _has_ranks():
         raise ValueError("compile=True is for one process: compile the blocks of models yourself, before fully_shard")
     _reshard(model)

@@ -143,6 +143,9 @@ def test_what_was_not_called_is_named():
     ("make", "arguments", "error", "message"),
     [
         (model, [[]], ValueError, "at least one batch"),
+        (Unused, [{"x": torch.ones(4, 32)}], TypeError, r"not one dict: pass \[batch\]"),
+        (Unused, [[torch.ones(0, 32)]], ValueError, "no tokens"),
+        (Unused, [[torch.full((4, 32), torch.nan)]], ValueError, "unused.weight are NaN"),
         (model, [[1], NVFP4WeightOnlyConfig(scale_search="mse", weighted=True)], ValueError, "weighted needs inputs"),
         (model, [[1], NVFP4Config(step="convert")], ValueError, "without step"),
         *(

@@ -22,7 +22,7 @@ from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.accuracy.gptq.inputs import Fed, Statistics, Watch
 from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, moved_to_inputs, round_weight
-from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, record
+from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, list_of, record
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
 from nvfp4_tensor.quantization.experts import expert_weights
@@ -150,9 +150,7 @@ def gptq(
     """
     if not isinstance(config, GPTQConfig):
         config = GPTQConfig() if config is None else GPTQConfig(base_config=config)
-    batches = list(batches)
-    if not batches:
-        raise ValueError("GPTQ needs the inputs of weights: give at least one batch")
+    batches = list_of(batches, "GPTQ needs the inputs of weights")
     with torch.no_grad(), restored(model, only_on_error=True):
         targets = find_targets(model, PlannedFilter(model, plan_model(model)) if filter_fn is None else filter_fn)
         chain = _chain(model, targets, layers)

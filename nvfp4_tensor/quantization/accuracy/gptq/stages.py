@@ -82,6 +82,20 @@ def record(
     return [hidden for hidden, _ in recorded], [calls for _, calls in recorded]
 
 
+def check_batches(batches: object) -> None:
+    """Raise a TypeError for one batch in place of several."""
+    if isinstance(batches, Tensor | Mapping):
+        raise TypeError(f"batches must be an iterable of batches, not one {type(batches).__name__}: pass [batch]")
+
+
+def list_of(batches: Iterable[Any], why: str) -> list[Any]:
+    """Return the batches, at least one; raise a ValueError that begins with ``why`` if there is none."""
+    check_batches(batches)
+    if not (found := list(batches)):
+        raise ValueError(f"{why}: give at least one batch")
+    return found
+
+
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model with a batch: a tensor, a tuple of arguments or a mapping of keyword arguments."""
     if isinstance(batch, Mapping):

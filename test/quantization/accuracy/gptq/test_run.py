@@ -354,6 +354,7 @@ def test_a_linear_used_several_times_learns_of_all():
     ("make", "error", "message"),
     [
         (lambda: gptq(model(), [], progress=False), ValueError, "give at least one batch"),
+        (lambda: gptq(model(), torch.ones(4, 64), progress=False), TypeError, r"not one Tensor: pass \[batch\]"),
         (lambda: quantized(model(), layers=[nn.Linear(2, 2)]), ValueError, "modules of the model, and Linear is not"),
         (lambda: GPTQConfig(damping=0), ValueError, "damping must be positive"),
         (lambda: GPTQConfig(dense_target_weight=2), ValueError, "dense_target_weight must be from 0 to 1"),
