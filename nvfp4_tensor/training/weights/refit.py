@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.numerics.choices import RoundingMode
@@ -86,8 +87,9 @@ def refit_(
 
     Raises:
         KeyError: if names are missing or unexpected (strict) or given twice, or slices of a fused weight are missing.
-        TypeError: if a weight is not a dense tensor of a supported dtype.
-        ValueError: if a shape does not fit, a parameter cannot be written to or is on the meta device, or for EDEN.
+        TypeError: if a weight is not a dense tensor of a supported dtype, with values and not sharded.
+        ValueError: if a shape does not fit, a parameter cannot be written to (on the meta device, sharded, made in
+            inference mode), or for EDEN.
 
     >>> report = refit_(server, trainer.state_dict())
     """
@@ -137,6 +139,9 @@ def _group_by_target(
             or tensor.layout != torch.strided
         ):
             raise TypeError(f"{name} has to be a dense tensor, not a {type(tensor).__name__}")
+        if isinstance(tensor, DTensor) or tensor.is_meta:
+            why = "a shard: give its full_tensor()" if isinstance(tensor, DTensor) else "on the meta device"
+            raise TypeError(f"{name} has to be a dense tensor with all values, and is {why}")
         if index in given.setdefault(target_name, {}):
             raise KeyError(f"{target_name}, slice {index}, is given twice, the second time by {name}")
         given[target_name][index] = tensor.detach()
@@ -159,6 +164,14 @@ def _check_write(name: str, target: Tensor, slices: list[Tensor], indices: _Slic
         raise ValueError(f"{name} is FP8, whose codes are read-only: dequantize it, or leave it out with strict=False")
     if target.is_meta:
         raise ValueError(f"{name} is on the meta device: materialize the model first")
+    if isinstance(target, DTensor):
+        raise ValueError(
+            f"{name} is sharded: refit the whole model, or copy_ distribute_tensor(quantize(new), ...) to it"
+        )
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} was made in inference mode, and is written only in it: refit_ in torch.inference_mode()"
+        )
     if isinstance(target, NVFP4Tensor):
         for t in slices:
             if t.dtype not in HIGH_PRECISION_DTYPES:

@@ -127,6 +127,7 @@ def given(changes=()):
         (lambda: given({"2.weight": torch.zeros(24, 48).char()}), {}, TypeError, "not torch.int8"),
         (lambda: given({"2.weight": quantize(torch.zeros(24, 48))}), {}, TypeError, "not a NVFP4Tensor"),
         (lambda: given({"2.weight": 3.0}), {}, TypeError, "dense tensor, not a float"),
+        (lambda: given({"2.weight": torch.zeros(24, 48, device="meta")}), {}, TypeError, "is on the meta device"),
         (lambda: [*given().items(), ("2.bias", torch.zeros(24))], {}, KeyError, "given twice"),
         (lambda: torch.nn.Linear(2, 2), {}, TypeError, "pass the state_dict"),
         (lambda: given({"2.weight": FP8}), {}, TypeError, "not a FP8Tensor"),
