@@ -15,6 +15,7 @@ from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.random_state import rng_state_of
+from nvfp4_tensor.quantization.conv1d import was_conv1d
 from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.quantization.weights import shared_amax
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
@@ -104,6 +105,9 @@ def refit_(
     if strict:
         _check_names(model, targets, given)
     writes = {name: [slices[i] for i in sorted(slices)] for name, slices in given.items() if name in targets}
+    for path, module in model.named_modules():
+        if was_conv1d(module) and (name := f"{path}.weight".lstrip(".")) in writes:
+            writes[name] = [t.mT if t.dim() == 2 else t for t in writes[name]]  # as in the state_dict
     for name, slices in writes.items():
         _check_write(name, targets[name], slices, given[name])
     devices = {targets[name].device for name in writes}

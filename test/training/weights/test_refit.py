@@ -6,7 +6,15 @@ from helpers.bits import stored_bits
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import FP8Tensor, NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, quantize, quantize_experts
+from nvfp4_tensor import (
+    FP8Tensor,
+    NVFP4Config,
+    NVFP4WeightOnlyConfig,
+    QuantizeSpec,
+    quantize,
+    quantize_experts,
+    quantize_model,
+)
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.training import refit_
 
@@ -100,6 +108,17 @@ def test_experts_and_transposed_parameters():
     assert torch.equal(model.experts.qdata, quantize_experts(new["experts"]).qdata)
     assert torch.equal(model.experts.dequantize(), quantize_experts(new["experts"]).dequantize())
     assert torch.equal(model.turned.dequantize(), quantize(new["turned"].mT).dequantize().mT)
+
+
+def test_weights_of_a_former_conv1d_are_given_as_in_its_state_dict():
+    """GPT-2's square ones would otherwise be written transposed, without an error."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    trainer, model, fresh = (nn.Sequential(conv1d(48, 32), conv1d(48, 48)) for _ in range(3))
+    fresh.load_state_dict(trainer.state_dict())
+    for each in (model, fresh):
+        quantize_model(each, filter_fn=lambda module, name: isinstance(module, conv1d))
+    refit_(model, trainer.state_dict())
+    assert torch.equal(stored_bits(*tensors(model)), stored_bits(*tensors(fresh)))
 
 
 def test_not_strict_writes_the_given_weights():
