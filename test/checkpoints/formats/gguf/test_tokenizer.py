@@ -14,15 +14,20 @@ tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
 
-def trained(*steps):
-    """Of some tokens, the first special; the steps cut the text before it is merged."""
+def trained(*steps, begins=False):
+    """Of some tokens, the first special; the steps cut the text before it is merged, and ``begins`` puts it first."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = any(isinstance(step, tokenizers.pre_tokenizers.Split) for step in steps)
     byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not split)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*steps, byte_level]) if steps else byte_level
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=40, special_tokens=["<eos>"], show_progress=False)
     tokenizer.train_from_iterator(["the fox and the hen and the dog"], trainer)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    if not begins:
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    special = {"single": "<eos> $A", "pair": "<eos> $A <eos> $B", "special_tokens": [("<eos>", 0)]}
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(**special)
+    names = {"eos_token": "<eos>", "bos_token": "<eos>", "add_bos_token": True}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
 LLAMA_3 = (
@@ -50,7 +55,7 @@ TEXTS = ["the fox and 1234567 hens, the dog's", "  then\n\n\tand 3.14 + x!!  ", 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_llama_cpp_needs_is_there_and_comes_back(tmp_path, tensors, rule):
     """A folder's tokenizer cuts text as the original did, digits too, and goes into a file again byte for byte."""
-    tokenizer = trained(*RULES[rule])
+    tokenizer = trained(*RULES[rule], begins=rule == "llama-bpe")
     with write_gguf(tmp_path / "a.gguf", tensors, tokenizer=tokenizer) as checkpoint:
         fields = {name: field.contents() for name, field in checkpoint.fields.items() if name.startswith("tokenizer.")}
     assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]) == ("gpt2", rule)
@@ -68,7 +73,7 @@ def test_what_llama_cpp_needs_is_there_and_comes_back(tmp_path, tensors, rule):
     read = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
     assert [read(text).input_ids for text in TEXTS] == [tokenizer(text).input_ids for text in TEXTS]
     config = json.loads((tmp_path / "folder/config.json").read_text())
-    assert config["eos_token_id"] == tokenizer.eos_token_id and "bos_token_id" not in config
+    assert config["eos_token_id"] == tokenizer.eos_token_id and ("bos_token_id" in config) == (rule == "llama-bpe")
     assert config["dtype"] == "bfloat16"
     (tmp_path / "again").mkdir()
     checkpoints.convert(tmp_path / "folder", tmp_path / "again/a.gguf", to="gguf", progress=False)
