@@ -190,7 +190,7 @@ def model_of(recipe):
 def raises(case):
     rank, mesh = dist.get_rank(), mesh_of_all()
     recipes = {"recipes": "unbiased" if rank else "nvidia", "tokens": "accurate_eden"}
-    model, plan = model_of(recipes.get(case, "nvidia")), {"0": distributed.NVFP4RowwiseParallel()}
+    model = model_of(recipes.get(case, "nvidia"))
     if case == "mesh":
         distributed.set_token_sharding(model, init_device_mesh("cpu", (1, 2)))
     elif case == "twice":
@@ -199,11 +199,8 @@ def raises(case):
             distributed.set_token_sharding(model, both["a"])
         distributed.set_token_sharding(model, both["b"], dim=1)
         distributed.set_token_sharding(model, both["b"])
-    elif case == "features":
-        model = nn.Sequential(nn.Linear(48, 64)).bfloat16()
-        quantize_(model, NVFP4TrainingConfig())
-        parallelize_module(model, mesh, plan)
     elif case == "plan":
+        plan = {"0": distributed.NVFP4RowwiseParallel()}
         parallelize_module(nn.Sequential(nn.Linear(32, 32)), mesh, plan)
     elif case == "step":
         distributed.set_step(model, 1)
@@ -223,7 +220,6 @@ ERRORS = {
     "tokens": r"ValueError: x\^T has 40 columns in a range of one of 2 ranks.* 128",
     "unequal": "RuntimeError: .*ranks have unequal numbers of tokens",
     "negative": "ValueError: dim counts from the first dimension of an input, 0 for its batch, got -1",
-    "features": "ValueError: NVFP4TrainingLinear.* has 48 inputs, which 2 ranks",
     "plan": "TypeError: NVFP4RowwiseParallel supports linears that train in NVFP4 or have .*, not Linear",
     "step": "RuntimeError: 0 has no seed: call distributed.seed_rounding",
     "unequal chunks": r"ValueError: the ranks have the chunks \[\(0, 1\), \(2,\)\], which do not",

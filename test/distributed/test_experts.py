@@ -75,19 +75,6 @@ def test_each_rank_has_some_experts(activation):
     assert torch.equal(y, expected.chunk(world)[rank])
 
 
-@pytest.mark.parametrize(
-    ("activation", "calibrated", "message"),
-    [(None, False, "are dense"), (QuantizeSpec(row_scaled=True), False, "per row"), (QuantizeSpec(), True, "calibr")],
-)
-@on_ranks(1)
-def test_experts_that_do_not_need_share_amax_raise(activation, calibrated, message):
-    experts = quantize_experts(torch.randn(2, N, K), activation_spec=activation)
-    if calibrated:
-        experts = experts._replace(activation_amax=torch.tensor(3.0))
-    with pytest.raises(ValueError, match=message):
-        share_amax(experts, torch.randn(4, K), ends(torch.tensor([2, 2])), mesh_of_all())
-
-
 @on_ranks(2)
 def test_the_amax_covers_the_rows_of_all_ranks():
     """Rows behind the last group, of another magnitude, decide nothing."""
@@ -96,6 +83,13 @@ def test_the_amax_covers_the_rows_of_all_ranks():
     rows[4:] = 100.0
     shared = share_amax(experts, rows, ends(torch.tensor([2, 2])), mesh_of_all())
     assert shared.activation_amax.item() == 2.0
+    for other, message in (
+        (experts._replace(activation_spec=None), "are dense"),
+        (experts._replace(activation_spec=QuantizeSpec(row_scaled=True)), "have one amax per row"),
+        (shared, "have a calibrated amax"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            share_amax(other, rows, ends(torch.tensor([2, 2])), mesh_of_all())
 
 
 @on_ranks(2, cuda=True)

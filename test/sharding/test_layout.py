@@ -7,10 +7,8 @@ import random
 import pytest
 import torch
 from helpers.refusals import refuses
-from torch import nn
 
 from nvfp4_tensor import QuantizeSpec
-from nvfp4_tensor.sharding.fsdp_transport import check_shard
 from nvfp4_tensor.sharding.layout import (
     UNSHARDED_DIM,
     LinearSharding,
@@ -27,10 +25,6 @@ NEAREST, EDEN, TILES = QuantizeSpec(), QuantizeSpec(round_mode="eden"), Quantize
 
 def on(rank, ranks, name="group"):
     return ShardedDim(rank, ranks, (name,))
-
-
-def shard(rows, world, block_rows=1):
-    check_shard((rows // world, 64), (rows, 64), world, nn.Linear(64, rows), block_rows)
 
 
 # --- ranges of tokens ------------------------------------------------------------------------------------------------
@@ -91,9 +85,6 @@ def flattened(*leading):
 test_shardings_that_do_not_fit_raise = refuses(
     (lambda: flattened(2, 7), "dimension 1 of an input has 7 tokens .* not a multiple of its 2 chunks"),
     (lambda: flattened(64), r"dim=1, but an input has tokens of shape \(64,\): use inputs \(batch"),
-    (lambda: shard(49, 2), r"Linear\(.*out_features=49.*has 49 rows, which 2 ranks .* pad them to 50"),
-    (lambda: shard(64, 3, block_rows=16), r"has 64 rows, which 3 ranks .* pad them to 96"),
-    (lambda: check_shard((64, 32), (64, 64), 2, nn.Linear(64, 64)), r"\(64, 64\) of .*Shard\(0\)"),
 )
 
 

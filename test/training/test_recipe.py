@@ -133,7 +133,7 @@ test_filters_and_configs_are_checked = refuses(
     (lambda: training.keep_last_blocks_dense(nn.Linear(2, 2), 0.1), r"Linear has no ModuleList of blocks.*keep_dense"),
     (lambda: training.keep_last_blocks_dense(Model(2), 15), "from 0 to 1, got 15"),
     (lambda: training.keep_dense(3), TypeError, "names and functions"),
-    (lambda: NVFP4TrainingConfig("fast"), "unknown recipe 'fast'"),
+    (lambda: NVFP4TrainingConfig("fast"), "unknown recipe 'fast': use a Recipe or one of 'nvidia'"),
     (lambda: NVFP4TrainingConfig(QuantizeSpec()), TypeError, "recipe is a Recipe or the name of one"),
 )
 

@@ -81,9 +81,9 @@ def test_autocast_and_no_rows(experts):
     assert y.shape == (0, 48) and (w.grad == 0).all()
 
 
-def grouped(offs=(17, 17, 40, 57), weight=None, recipe="nvidia"):
+def grouped(offs=(17, 17, 40, 57), weight=None):
     weight = torch.ones(4, 48, 64) if weight is None else weight
-    return training.grouped_linear(torch.ones(60, 64), weight, torch.tensor(offs, dtype=torch.int32), recipe)
+    return training.grouped_linear(torch.ones(60, 64), weight, torch.tensor(offs, dtype=torch.int32))
 
 
 test_errors = refuses(
@@ -92,5 +92,4 @@ test_errors = refuses(
     (lambda: grouped([17, 60]), r"offs is int32 \(4,\)"),
     (lambda: grouped(weight=torch.ones(4, 48, 60)), r"takes \(M, K\) and \(E, N, K\)"),
     (lambda: grouped(weight=torch.ones(4, 48, 64).char()), TypeError, "not a weight of torch.int8: cast it first"),
-    (lambda: grouped(recipe="x"), "unknown recipe"),
 )

@@ -290,8 +290,6 @@ test_invalid_arguments_raise = refuses(
     (lambda: training.linear(torch.ones(2, 17), WEIGHT), r"input \(\.\.\., 16\), got \(2, 17\)"),
     (lambda: training.linear(torch.ones(()), WEIGHT), r"got \(\)"),
     (lambda: training.linear(X.bfloat16(), WEIGHT), TypeError, "cast one of them, or use torch.autocast"),
-    (lambda: training.linear(X, WEIGHT, recipe="nvda"), "unknown recipe 'nvda': use a Recipe or one of 'nvidia'"),
-    (lambda: training.linear(X, WEIGHT, recipe=3), TypeError, "recipe is a Recipe or the name of one"),
     (lambda: of_float64("nvidia"), TypeError, r"not a weight of torch\.float64"),
     (lambda: of_float64(MORE["dy alone"]), TypeError, r"not a weight of torch\.float64"),
 )

@@ -180,8 +180,6 @@ def test_reuse_weight_codes_quantizes_weights_once():
             model.layers[0].k.weight.mul_(2)
         assert quantized_weights(model) == 1, "another"
     assert quantized_weights(model) == weights
-    with pytest.raises(ValueError, match="has no linear that trains in NVFP4"), training.reuse_weight_codes(Decoder()):
-        pass
 
 
 def test_sharing_changes_no_bit_and_saves_what_is_shared_once():
