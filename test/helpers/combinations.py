@@ -7,7 +7,6 @@ a kind and gives it back: copied, stored, sharded, compiled, decoded. What the m
 import contextlib
 import copy
 import functools
-import io
 import pickle
 import tempfile
 import warnings
@@ -28,6 +27,7 @@ from torchao.quantization import quantize_
 from torchao.quantization.qat import QATConfig
 
 import nvfp4_tensor.integrations.transformers as hub
+from helpers.files import saved
 from helpers.texts import written
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, checkpoints, training
 from nvfp4_tensor.generation import decode_natively, nvfp4_cache
@@ -337,15 +337,12 @@ def _skeleton(subject: Subject) -> None:
 
 def _torch_save(subject: Subject) -> None:
     subject.train(1)
-    file = io.BytesIO()
     optimizer = subject.optimizer and subject.optimizer.state_dict()
-    state = {name: whole(each) for name, each in subject.model.state_dict().items()}
-    torch.save({"model": state, "optimizer": optimizer}, file)
+    model, optimizer = saved(({name: whole(each) for name, each in subject.model.state_dict().items()}, optimizer))
     _skeleton(subject)
-    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    subject.model.load_state_dict(saved["model"], assign=subject.kind.makes is None)
+    subject.model.load_state_dict(model, assign=subject.kind.makes is None)
     if subject.optimizer is not None:
-        subject.optimizer.load_state_dict(saved["optimizer"])
+        subject.optimizer.load_state_dict(optimizer)
 
 
 def _checkpoint(subject: Subject) -> None:

@@ -4,16 +4,11 @@ import torch
 from torch import nn
 
 
-def problem(seed=0):
-    """Return x (128, 48), y (128, 40) and the weight (40, 48) that gives y."""
-    generator = torch.Generator().manual_seed(seed)
-    x, w = torch.randn(128, 48, generator=generator), torch.randn(48, 40, generator=generator) / 7
-    return x, x @ w, w.t().contiguous()
-
-
 def backward(net):
-    x, y, _ = problem()
-    loss = nn.functional.mse_loss(net(x.to(next(net.parameters()).dtype)).float(), y)
+    """Return the loss of ``net`` for x (128, 48) and y = x @ w (128, 40), after its backward."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(128, 48, generator=generator), torch.randn(48, 40, generator=generator) / 7
+    loss = nn.functional.mse_loss(net(x.to(next(net.parameters()).dtype)).float(), x @ w)
     loss.backward()
     return loss.item()
 

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("reverse", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize(("masked", "compiled"), [(False, False), (True, False), (True, True)])
 def test_divergence_and_gradient(reverse, masked, compiled, monkeypatch):
+    """Against autograd in float64."""
     monkeypatch.setattr(loss, "_CHUNK", 3 * 50)  # three rows at a time, and a rest
     monkeypatch.setattr(loss, "_compiled_rows", torch.compile(loss._of_rows, backend="aot_eager"))
     torch.manual_seed(0)
