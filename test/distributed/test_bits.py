@@ -180,17 +180,10 @@ def operands_of_every_recipe(how, seeded=True):
 # --- errors -----------------------------------------------------------------------------------------
 
 
-def model_of(recipe):
-    torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).bfloat16()
-    quantize_(model, NVFP4TrainingConfig(recipe))
-    return model
-
-
 def raises(case):
     rank, mesh = dist.get_rank(), mesh_of_all()
     recipes = {"recipes": "unbiased" if rank else "nvidia", "tokens": "accurate_eden"}
-    model = model_of(recipes.get(case, "nvidia"))
+    model = pair(recipes.get(case, "nvidia"), {"inputs": 64, "outputs": 64}, seeded=False)
     if case == "mesh":
         distributed.set_token_sharding(model, init_device_mesh("cpu", (1, 2)))
     elif case == "twice":
@@ -214,14 +207,14 @@ def raises(case):
 
 
 ERRORS = {
-    "recipes": "ValueError: the recipe of '0' is nvidia.*on rank 0 and unbiased.*on rank 1",
+    "recipes": "ValueError: the recipe of 'k' is nvidia.*on rank 0 and unbiased.*on rank 1",
     "mesh": "ValueError: a mesh of one dimension",
-    "twice": r"ValueError: ranks \[0, 1\] share dimension 0 of 0's tokens already: give one mesh of all",
+    "twice": r"ValueError: ranks \[0, 1\] share dimension 0 of q's tokens already: give one mesh of all",
     "tokens": r"ValueError: x\^T has 40 columns in a range of one of 2 ranks.* 128",
     "unequal": "RuntimeError: .*ranks have unequal numbers of tokens",
     "negative": "ValueError: dim counts from the first dimension of an input, 0 for its batch, got -1",
     "plan": "TypeError: NVFP4RowwiseParallel supports linears that train in NVFP4 or have .*, not Linear",
-    "step": "RuntimeError: 0 has no seed: call distributed.seed_rounding",
+    "step": "RuntimeError: q has no seed: call distributed.seed_rounding",
     "unequal chunks": r"ValueError: the ranks have the chunks \[\(0, 1\), \(2,\)\], which do not",
     "chunks": r"ValueError: the ranks have the chunks \[\(0, 3\), \(0, 3\)\], which do not contain each of the 4",
 }
