@@ -85,6 +85,10 @@ OF_MODULES = {
     "load_state_dict": lambda linear, new: linear.load_state_dict({"weight": new}),
     "assign": lambda linear, new: linear.load_state_dict({"weight": new.clone()}, assign=True),
     "new parameter": lambda linear, new: setattr(linear, "weight", nn.Parameter(new.clone())),
+    "new parameter of the same memory": lambda linear, new: (
+        linear.weight.data.copy_(new),
+        setattr(linear, "weight", nn.Parameter(linear.weight.data)),
+    ),
     "swap_tensors": swapped,
     "apply": lambda linear, new: linear._apply(lambda t: new.clone()),
     "foreach SGD": by_optimizer(foreach=True),

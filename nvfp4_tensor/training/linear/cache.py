@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -50,27 +51,17 @@ def optimizer_steps() -> int:
 class WeightCodes:
     """The cached codes of one weight, within :func:`reuse_weight_codes`."""
 
-    def __init__(self) -> None:
-        self._kept: _Weight | None = None  # one attribute, so that other threads see a consistent entry
+    _kept: tuple[Tensor, UntypedStorage, tuple, Codes | None] | None = None
+    """The weight, its storage, its key and its codes, in one attribute, so that other threads see a consistent entry.
+    The storage is a reference, so that ``weight.data = ...`` cannot get the same address for new values."""
 
-    def get(self, weight: Tensor, spec: QuantizeSpec) -> Codes | None:
-        """Return the codes of this weight, or None if there are none or a change of the weight is detected."""
-        kept = self._kept
-        if kept is None or kept.tensor is not weight or kept.key != _weight_key(weight, spec):
-            return None
-        return kept.operand
-
-    def put(self, weight: Tensor, spec: QuantizeSpec, operand: Codes) -> None:
-        """Replace the cached codes."""
-        self._kept = _Weight(weight, weight.untyped_storage(), _weight_key(weight, spec), operand)
-
-
-class _Weight(NamedTuple):
-    tensor: Tensor
-    storage: UntypedStorage
-    """A reference, so that ``weight.data = ...`` cannot get the same address for new values."""
-    key: tuple
-    operand: Codes
+    def get(self, weight: Tensor, spec: QuantizeSpec, quantize: Callable[[], Codes | None]) -> Codes | None:
+        """Return the codes of this weight; new ones if there are none or a change of the weight is detected."""
+        kept, key = self._kept, _weight_key(weight, spec)
+        if kept is None or kept[0] is not weight or kept[2] != key:
+            with torch.inference_mode(False):  # so that a forward that trains can use them too
+                self._kept = kept = weight, weight.untyped_storage(), key, quantize()
+        return kept[3]
 
 
 def _weight_key(weight: Tensor, spec: QuantizeSpec) -> tuple:

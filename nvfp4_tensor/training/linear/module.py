@@ -154,13 +154,7 @@ class NVFP4TrainingLinear(nn.Linear):
         kept, spec = self._weight_codes, plan.recipe.w
         if kept is None or spec is None or spec.is_stochastic or not plan.recipe.keep_w or not is_cacheable(weight):
             return None
-        codes = kept.get(weight, spec)
-        if codes is None:
-            with torch.inference_mode(False):  # so that a forward that trains can use them too
-                codes = plan.quantize_weight(weight.detach(), None)
-            assert codes is not None
-            kept.put(weight, spec, codes)
-        return codes
+        return kept.get(weight, spec, lambda: plan.quantize_weight(weight.detach(), None))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Store gathered codes, which FSDP2 sets as the weight, as an instance attribute and keep the parameter.
