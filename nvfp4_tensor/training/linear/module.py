@@ -72,10 +72,9 @@ class NVFP4TrainingLinear(nn.Linear):
 
     def to_dense(self) -> nn.Linear:
         """Convert this module in place to a plain nn.Linear."""
-        for name in ("recipe", "active_recipe", "bf16_forward", "bf16_backward"):
-            delattr(self, name)
         del self.rounding_state
-        for name in ("sharding", "calls", "_calls_repeat", *_NOT_SAVED):
+        own = "recipe", "active_recipe", "bf16_forward", "bf16_backward", "sharding", "calls", "_calls_repeat"
+        for name in (*own, *_NOT_SAVED):
             self.__dict__.pop(name, None)
         release(self)
         self.__class__ = nn.Linear  # type: ignore[assignment]
@@ -161,15 +160,12 @@ class NVFP4TrainingLinear(nn.Linear):
 
         ``parameters()`` still yields the shard, so that averages of parameters never read rounded values.
         """
-        if name == "weight" and self._is_gathered(value):
-            self.__dict__.update(weight=value, _writes_before=self._writes())
-        else:
-            super().__setattr__(name, value)
-
-    def _is_gathered(self, weight: Any) -> bool:
-        shard = getattr(self._parameters.get("weight"), "_local_tensor", None)
-        gathered = isinstance(getattr(weight, "_local_tensor", weight), NVFP4Tensor)
-        return gathered and shard is not None and not isinstance(shard, NVFP4Tensor)
+        if name == "weight" and isinstance(getattr(value, "_local_tensor", value), NVFP4Tensor):
+            shard = getattr(self._parameters.get("weight"), "_local_tensor", None)
+            if shard is not None and not isinstance(shard, NVFP4Tensor):
+                self.__dict__.update(weight=value, _writes_before=self._writes())
+                return
+        super().__setattr__(name, value)
 
     def _writes(self) -> int:
         """Return how often the shard was written to whose codes FSDP2 gathers."""
