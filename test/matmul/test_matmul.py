@@ -12,23 +12,18 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROWS = QuantizeSpec(row_scaled=True)
 
 
-def close_to(y: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
-    """y against a float64 product: one rounding to its dtype, and float32 accumulation of what adds up to magnitude."""
-    eps = torch.finfo(y.dtype).eps
-    bound = expected.abs() * eps / 2 * 1.01 + magnitude * 2**-20 + torch.finfo(y.dtype).tiny
-    assert ((y.double() - expected).abs() <= bound).all(), ((y.double() - expected).abs() - bound).max()
-
-
 def wide(t):
     return (t.dequantize(torch.float32) if isinstance(t, NVFP4Tensor) else t).double()
 
 
 def check(y, a, b, bias=None, alpha=1.0, beta=1.0):
+    """y against a float64 product: one rounding to its dtype, and float32 accumulation of what adds up to magnitude."""
     expected = alpha * wide(a) @ wide(b)
     magnitude = abs(alpha) * wide(a).abs() @ wide(b).abs()
     if bias is not None:
         expected, magnitude = expected + beta * bias.double(), magnitude + (beta * bias.double()).abs()
-    close_to(y, expected, magnitude)
+    bound = expected.abs() * torch.finfo(y.dtype).eps / 2 * 1.01 + magnitude * 2**-20 + torch.finfo(y.dtype).tiny
+    assert ((y.double() - expected).abs() <= bound).all(), ((y.double() - expected).abs() - bound).max()
 
 
 def operands(m, k, n, dtype, device, kinds):
