@@ -1,14 +1,12 @@
-"""Which backend multiplies: by operands and the device's capability; and products of plain operands by each."""
+"""Which backend multiplies: by operands and the device's capability."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from nvfp4_tensor import NVFP4Config, ProductBackend, QuantizeSpec, quantize, quantize_experts
-from nvfp4_tensor.matmul import backends, product
+from nvfp4_tensor.matmul import backends
 from nvfp4_tensor.matmul.backends import FP8_ROWS, Backend
-from nvfp4_tensor.numerics.codes import Codes
-from nvfp4_tensor.numerics.hadamard import float_hadamard, inverse_hadamard
 
 CAPABILITIES = [(0, 0), (8, 9), (9, 0), (10, 0)]
 SPEC = QuantizeSpec()
@@ -86,27 +84,3 @@ def test_a_pretended_capability_is_never_above_the_devices(pretended, expected, 
     torch.compiler.reset()
     traced = torch.compile(is_hopper, fullgraph=True, backend="eager")
     assert traced(torch.zeros(())).item() == (expected == (9, 0))
-
-
-# --- plain operands, of training -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("columns", [64, 50])
-def test_gradients_of_transformed_activations_are_those_of_what_they_were(columns):
-    """The weight is transformed, too: its transform is taken back from what a sum across its blocks gives."""
-    spec = QuantizeSpec(hadamard_sign=0x1234)
-    w = quantize(torch.randn(24, columns), spec)._replace(activation_spec=spec)
-    stored = product.decode_values(Codes(w.qdata, w.scale, w.per_tensor_scale))[0].float() * w.per_tensor_scale
-    plain = inverse_hadamard(stored, 0x1234)[:, :columns]
-    padded = F.pad(torch.eye(columns), (0, -columns % 16))
-    torch.testing.assert_close(float_hadamard(padded, 0x1234) @ stored.t(), plain.t(), rtol=1e-4, atol=1e-4)
-    x, upstream = torch.randn(5, columns, requires_grad=True), torch.randn(5, 24)
-    (grad,) = torch.autograd.grad(F.linear(x, w), x, upstream)
-    torch.testing.assert_close(grad, upstream @ plain, rtol=1e-4, atol=1e-4)
-    experts = quantize_experts(torch.randn(2, 24, columns), spec)._replace(activation_spec=spec)
-    offs = torch.tensor([2, 5], dtype=torch.int32)
-    y = torch._grouped_mm(upstream, experts, offs=offs)
-    values = product.decode_values(Codes(experts.qdata, experts.scale, experts.per_tensor_scale))[0].float()
-    of_experts = inverse_hadamard(values * experts.per_tensor_scale.view(2, 1, 1), 0x1234)[..., :columns]
-    for expert, rows in ((0, slice(0, 2)), (1, slice(2, 5))):
-        torch.testing.assert_close(y[rows], upstream[rows] @ of_experts[expert], rtol=1e-4, atol=1e-4)
