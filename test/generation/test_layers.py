@@ -40,7 +40,7 @@ class Mirror:
     def round(x):
         layer = NVFP4CacheLayer(recent=0)
         layer.update(*x)
-        return torch.stack([each.decode(torch.float32, each.stored) for each in layer._states])
+        return torch.stack([each.decode(x.dtype, each.stored) for each in layer._states])
 
     def append(self, new):
         fills = self.x is None or self.x.shape[3] == self.front
@@ -81,14 +81,20 @@ def can_step(layer):
 
 
 def assert_attends(got, q, seen):
-    expected = torch.nn.functional.scaled_dot_product_attention(q, *seen, enable_gqa=True)
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if q.device.type == "cpu" else {"rtol": 2**-7, "atol": 1e-3}
-    torch.testing.assert_close(got, expected, **tolerance)
+    expected = torch.nn.functional.scaled_dot_product_attention(q.float(), *seen.float(), enable_gqa=True)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if q.dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
+    torch.testing.assert_close(got.float(), expected, **tolerance)
+
+
+def assert_same(found, expected):
+    """Of 16 bits a product with the Hadamard matrix may depend on how many rows it has."""
+    close = {"rtol": 0, "atol": 0} if expected.dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-2}
+    torch.testing.assert_close(found + 0, expected, **close)
 
 
 def assert_tokens(layer, mirror):
-    for found, expected in ((layer.keys, mirror.x[0]), (layer.values, mirror.x[1])):
-        assert torch.equal(found + 0, expected)
+    assert_same(layer.keys, mirror.x[0])
+    assert_same(layer.values, mirror.x[1])
     if isinstance(layer, NVFP4CacheLayer):
         assert [each.stored for each in layer._states] == [mirror.rounded] * 2
         assert layer._states[0].tokens == layer.length
@@ -120,7 +126,8 @@ def test_random_changes(device, changes, kind, recent, sink, dim, seed):
             layer = NVFP4CacheLayer(recent=recent, sink=sink, max_tokens=200)
 
     def random(heads, tokens, count=2):
-        return torch.randn((count, batch, heads, tokens, dim), generator=generator).to(device)
+        x = torch.randn((count, batch, heads, tokens, dim), generator=generator)
+        return x if device == "cpu" else x.bfloat16().to(device)  # the kernels of a step take 16 bits
 
     assert layer.keys is None and layer.values is None
     for change, number in [("append", 30), *changes, ("read", 0)]:
@@ -128,7 +135,8 @@ def test_random_changes(device, changes, kind, recent, sink, dim, seed):
             new, (q,) = random(2, number), random(4, 1, 1)
             keys, values = layer.update(*new)
             seen = mirror.append(new)
-            assert torch.equal(keys + 0, seen[0]) and torch.equal(values + 0, seen[1])
+            assert_same(keys, seen[0])
+            assert_same(values, seen[1])
             got = torch.nn.functional.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
             assert_attends(got, q, seen)
         elif change == "steps":
