@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.matmul.backends import check_backend, check_installed
-from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import observed_experts
 from nvfp4_tensor.quantization.callers import warn_of_merge
@@ -143,9 +142,12 @@ class Conversion:
             quantizable(module)
         if self.prepares:
             check_observable(module)
-        backend = self.config.fields["product_backend"]
-        if isinstance(self.config, NVFP4Config):
-            _check_backend(module.weight, backend)  # type: ignore[arg-type]
+        if isinstance(self.config, NVFP4Config):  # before the first product
+            backend, weight = self.config.fields["product_backend"], module.weight
+            if weight.device.type == "cuda":  # type: ignore[union-attr]
+                check_backend(backend, weight.device, weight.dtype)  # type: ignore[union-attr, arg-type]
+            elif weight.device.type != "meta":  # type: ignore[union-attr]  # it may still move to another device
+                check_installed(backend)
 
     def _check_same_transform(self, module: ObservedLinear) -> None:
         """Raise a ValueError for another transform than the observed one, under which the observed amax could clip."""
@@ -246,14 +248,6 @@ class Conversion:
         if module not in self.amax:
             self.amax |= dict.fromkeys(group, shared_amax([as_linear(each).weight.detach() for each in group], spec))
         return self.amax[module]
-
-
-def _check_backend(weight: Tensor, backend: ProductBackend) -> None:
-    """Check the backend before the first product. A weight on the CPU may still move to another device."""
-    if weight.device.type == "cuda":
-        check_backend(backend, weight.device, weight.dtype)
-    elif weight.device.type != "meta":
-        check_installed(backend)
 
 
 def _warn_of_dense_experts(model: nn.Module) -> None:

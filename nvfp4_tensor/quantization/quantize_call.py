@@ -39,8 +39,11 @@ def once_per_call(module: nn.Module, config: AOBaseConfig, start: Callable[[nn.M
     start: called with the model, the modules of the call in order, and whether these are all that the call has. If not,
         there is only one: the handler was called alone (the module is the model), or by one of several configs.
     """
-    model, filter_fn = current_call(module, config)
-    if filter_fn is None:
+    code = quantize_.__code__
+    found = caller_frame_locals(code.co_name, code.co_filename, depth=None) or {}
+    model: nn.Module = found.get("model", module)
+    filter_fn: Filter | None = found.get("filter_fn")
+    if filter_fn is None or found["config"] is not config:  # but one of several configs, chosen by module names
         return start(model, [module], False)
     call = _calls.pop(model, None)
     if call is None or call.config is not config or module not in call.left:
@@ -52,16 +55,6 @@ def once_per_call(module: nn.Module, config: AOBaseConfig, start: Callable[[nn.M
     if call.left:
         _calls[model] = call
     return call.started  # type: ignore[no-any-return]
-
-
-def current_call(module: nn.Module, config: AOBaseConfig) -> tuple[nn.Module, Filter | None]:
-    """Return (model, filter_fn) of the current call of quantize_; no filter if only this module has the config."""
-    code = quantize_.__code__
-    arguments = caller_frame_locals(code.co_name, code.co_filename, depth=None) or {}
-    if not isinstance(arguments.get("model"), nn.Module):
-        return module, None
-    is_for_all = arguments.get("config") is config  # and not one of several configs, chosen by module names
-    return arguments["model"], arguments["filter_fn"] if is_for_all else None
 
 
 def selected(module: nn.Module, filter_fn: Filter, name: str = "") -> Iterator[nn.Module]:

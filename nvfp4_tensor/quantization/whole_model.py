@@ -142,16 +142,13 @@ def _matrix(name: str, module: nn.Module, attribute: str, parameter: Tensor, is_
     elif is_experts:
         shape = (shape[0], shape[2], shape[1]) if is_transposed(module) else shape
         kind, note = Kind.EXPERTS, ""
-    elif sorted(shape)[-2] >= BLOCK and type(module).__module__.split(".")[0] != "torch" and not _is_table(module):
-        note = f"{PARAMETER}{note}"
+    elif sorted(shape)[-2] >= BLOCK and type(module).__module__.split(".")[0] != "torch":
+        is_table = isinstance(module, nn.Embedding | nn.modules.conv._ConvNd) or "Embed" in type(module).__name__
+        note = note if is_table else f"{PARAMETER}{note}"
     data = getattr(parameter, "_local_tensor", parameter.data)
     if kind is not Kind.OTHER and isinstance(data, NVFP4Tensor) and not parameter.requires_grad:  # codes that trained
         note = "NVFP4 already"
     return Matrix(name, shape, parameter.dtype, kind, note)
-
-
-def _is_table(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.modules.conv._ConvNd) or "Embed" in type(module).__name__
 
 
 def _tied(first: Matrix, other: Matrix) -> Matrix:
