@@ -1,6 +1,5 @@
 """Files, models that are being loaded, and models in memory are quantized alike: the same matrices, the same bits."""
 
-import json
 import re
 
 import pytest
@@ -56,13 +55,11 @@ CASES = [
 ]
 
 
-def in_files(name):
-    """The name of a tensor in NemotronH's files: checkpoints.save writes it under the name in the model."""
-    return re.sub("^model(?=.*[.](mixer|norm|embeddings))", "backbone", name)
-
-
 def written(folder):
-    return {in_files(name): tensor for name, tensor in content(folder).items()}
+    """The tensors of a folder. checkpoints.save writes NemotronH's under the names in the model."""
+    return {
+        re.sub("^model(?=.*[.](mixer|norm|embeddings))", "backbone", name): t for name, t in content(folder).items()
+    }
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -97,9 +94,6 @@ def test_every_route_writes_the_same_bytes(name, rounding, tmp_path):
         found = written(tmp_path / route)
         assert found.keys() == expected.keys(), route
         assert not [each for each in expected if found[each] != expected[each]], route
-        config = json.loads((tmp_path / route / "config.json").read_text())
-        ignored = {in_files(f"{each}.weight") for each in config["quantization_config"]["ignore"]}
-        assert ignored - {"lm_head.weight"} <= expected.keys() - quantized, route  # a tied head is in no file
     for group in {report[each].group for each in report.quantized if len(report[each].group) > 1}:
         assert len({in_memory.get_parameter(each).per_tensor_scale.item() for each in group}) == 1, group
     heads = [each for each in report.values() if "lm_head.weight" in (each.name, *each.tied)]

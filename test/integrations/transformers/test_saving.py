@@ -124,6 +124,23 @@ def test_scales_of_each_linear_are_requantized(llama, tmp_path, ids):
         nvfp4.attach_quantizer(llama()[0])
 
 
+def test_a_configuration_speaks_of_the_names_in_files(tmp_path):
+    """Those of LLaVA differ from the model's."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = transformers.LlamaConfig(vocab_size=96, num_key_value_heads=2, **sizes).to_dict()
+    image = transformers.CLIPVisionConfig(image_size=32, patch_size=8, **sizes).to_dict()
+    config = transformers.LlavaConfig(text_config=text, vision_config=image, image_token_id=95)
+    auto = transformers.AutoModelForImageTextToText
+    auto.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "dense")
+    model = auto.from_pretrained(tmp_path / "dense", quantization_config=nvfp4.NVFP4TensorConfig())
+    model.save_pretrained(tmp_path / "nvfp4")
+    ignored = json.loads((tmp_path / "nvfp4/config.json").read_text())["quantization_config"]["ignore"]
+    with checkpoints.read(tmp_path / "nvfp4") as checkpoint:
+        dense = {name.removesuffix(".weight") for name, entry in checkpoint.entries.items() if not entry.quantized}
+    assert {*ignored} - {"lm_head"} <= dense  # a head that is the embedding's weight is in no file
+    assert any("vision_tower" in each for each in ignored)
+
+
 @pytest.mark.skipif(not hasattr(transformers, "HrmTextConfig"), reason="transformers 5.21 does not have it")
 def test_linears_that_are_one_tensor_in_dense_files(tmp_path, ids):
     """q, k, v and a gate are quantized apart, with a dense k beside them, saved apart, and loaded again."""
