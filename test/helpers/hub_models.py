@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from helpers.bits import stored_bits
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
 from nvfp4_tensor.integrations.transformers import NVFP4TensorConfig
 
@@ -53,8 +54,7 @@ def quantized(model: torch.nn.Module) -> dict[str, NVFP4Tensor]:
 
 def same_codes(a: NVFP4Tensor, b: NVFP4Tensor) -> bool:
     """Whether codes and scales are equal, to the bit."""
-    scales = [(each.per_tensor_scale.float(), each.scale.view(torch.uint8)) for each in (a, b)]
-    return torch.equal(a.qdata, b.qdata) and all(torch.equal(x, y) for x, y in zip(*scales, strict=True))
+    return torch.equal(stored_bits(a), stored_bits(b))
 
 
 def same_file(a: Path, b: Path, name: str = "model.safetensors") -> bool:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers.bits import stored_bits
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -100,9 +101,7 @@ def assert_same_codes(a, b):
     a, b = ({name: w for name, w in weights(m).items() if isinstance(w, NVFP4Tensor)} for m in (a, b))
     assert a and a.keys() == b.keys()
     for name in a:
-        assert torch.equal(a[name].qdata, b[name].qdata), name
-        assert torch.equal(a[name].scale.view(torch.uint8), b[name].scale.view(torch.uint8)), name
-        assert torch.equal(a[name].per_tensor_scale, b[name].per_tensor_scale), name
+        assert torch.equal(stored_bits(a[name]), stored_bits(b[name])), name
 
 
 @pytest.mark.parametrize(
