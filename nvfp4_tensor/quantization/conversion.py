@@ -18,6 +18,7 @@ from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.experts import names_of_experts, stop_training
 from nvfp4_tensor.quantization.linear import joined_linears, quantizable, set_weight, shared_parameters
+from nvfp4_tensor.quantization.names import refused_by_name
 from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, check_observable, check_observed
 from nvfp4_tensor.quantization.quantize_call import once_per_call
 from nvfp4_tensor.quantization.shards import refuse_shards
@@ -72,7 +73,8 @@ class Conversion:
         self.bar = tqdm(disable=True)
         refuse_shards(model, {*self.linears, *(model.get_submodule(name.rpartition(".")[0]) for name in experts)})
         for linear in self.linears:
-            self._check(linear)
+            with refused_by_name(self.names[linear]):
+                self._check(linear)
         if self.converts:
             self._check_observed(model)
         self._find_ties(model)

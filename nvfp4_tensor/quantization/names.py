@@ -6,8 +6,18 @@ import fnmatch
 import functools
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from nvfp4_tensor.quantization.model_families import ALSO_CALLED, CONV1D, JOINED, JOINED_WHOLE, TRANSPOSED_LINEARS
+
+
+@contextmanager
+def refused_by_name(name: str) -> Iterator[None]:
+    """Let the message of a TypeError or ValueError begin with the name of the module that it is about."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}" if name else str(error)) from None
 
 
 def is_matched(name: str, patterns: Iterable[str]) -> bool:

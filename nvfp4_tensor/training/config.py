@@ -14,6 +14,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.quantization.conv1d import as_linear, is_conv1d
 from nvfp4_tensor.quantization.linear import quantizable
+from nvfp4_tensor.quantization.names import refused_by_name
 from nvfp4_tensor.quantization.quantize_call import once_per_call
 from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.training.linear.cache import WeightCodes
@@ -56,8 +57,11 @@ def _train_linear(module: nn.Module, config: NVFP4TrainingConfig) -> nn.Module:
 def check_trainable(model: nn.Module, chosen: list[nn.Module], is_all: bool) -> None:
     """Raise the errors of all modules of a call before the first one changes."""
     refuse_shards(model, chosen)
-    for module in chosen:
-        trainable(module)
+    among = set(chosen)
+    for name, module in model.named_modules():
+        if module in among:
+            with refused_by_name(name):
+                trainable(module)
 
 
 def trainable(module: nn.Module) -> nn.Linear:

@@ -131,6 +131,7 @@ def by_calibrate(batch, config=None, **options):
 
 CONVERT = by_quantize_(NVFP4Config(step="convert"))
 SILENT = {"filter_fn": lambda module, name: name == "x"}
+IS_LINEAR = lambda module, name: isinstance(module, nn.Linear)  # noqa: E731
 TRAIN = by_quantize_(NVFP4TrainingConfig())[0]
 OURS = by_quantize_(NVFP4WeightOnlyConfig(), NVFP4Config(), PREPARE)
 CASES = {
@@ -141,8 +142,11 @@ CASES = {
         for how, source in ((prune.identity, "weight_orig"), (utils.spectral_norm, "weight_orig"),
                             (utils.weight_norm, "weight_g and weight_v"))
     },
-    "parametrized": (lambda: behind(weight_norm(nn.Linear(32, 32))), OURS, "parametrized"),
-    "quantized": (lambda: behind(quantized(nn.Linear(32, 32))), OURS, "NVFP4 already"),
+    "parametrized": (lambda: behind(weight_norm(nn.Linear(32, 32))), [*OURS, TRAIN], r"^2: (.|\n)* is parametrized"),
+    "quantized": (
+        lambda: behind(quantized(nn.Linear(32, 32))), [*OURS, TRAIN, *by_all(lambda: [X], filter_fn=IS_LINEAR)],
+        "^2: .*NVFP4 already",
+    ),
     "torchao's": (lambda: behind(FakeQuantizedLinear(32, 32)), [*OURS, quantize_model], "QATConfig"),
     "a subclass": (
         lambda: behind(Doubled(32, 32)), [*OURS[2:], *by_all(lambda: [X], [calibrate, gptq])],

@@ -27,6 +27,7 @@ from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
 from nvfp4_tensor.quantization.experts import expert_weights
 from nvfp4_tensor.quantization.linear import joined_linears, quantizable, shared_parameters
+from nvfp4_tensor.quantization.names import refused_by_name
 from nvfp4_tensor.quantization.observed_experts import ROUTED, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import check_observable
 from nvfp4_tensor.quantization.quantize_call import Filter
@@ -219,7 +220,9 @@ def _targets_of(name: str, module: nn.Module) -> Iterator[WeightRef]:
     prefix = f"{name}." if name else ""
     experts = expert_weights(module)
     if not experts:
-        yield WeightRef(f"{prefix}weight", module, "weight", quantizable(module).weight)
+        with refused_by_name(name):
+            weight = quantizable(module).weight
+        yield WeightRef(f"{prefix}weight", module, "weight", weight)
     for attribute in experts:
         parameter = getattr(module, attribute)
         if type(parameter.data) is not Tensor or parameter.dtype not in HIGH_PRECISION_DTYPES:
