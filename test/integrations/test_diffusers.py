@@ -84,7 +84,9 @@ def test_every_route_makes_the_same_bits(make, tmp_path, name):
     nvfp4.attach_quantizer(memory).save_pretrained(tmp_path / "memory")
     expected = codes(memory)
     assert len(expected) == count
-    for other in (loading, folder, make(name, "loading"), make(name, "memory")):
+    checkpoints.save(memory, tmp_path / "saved", progress=False)
+    checkpoints.quantize(tmp_path / "dense", tmp_path / "files", shard_bytes=20_000, progress=False)
+    for other in (loading, folder, *(make(name, each) for each in ("loading", "memory", "folder", "saved", "files"))):
         torch.testing.assert_close(codes(other), expected, rtol=0, atol=0)
         for key, tensor in other.state_dict().items():
             assert key in expected or torch.equal(tensor, memory.state_dict()[key]), key

@@ -265,7 +265,8 @@ def flat_config(checkpoint: Checkpoint) -> dict[str, Any]:
     if not groups:
         groups = {quantization["quant_algo"]: ["Linear"]}
     return {
-        "quant_method": "modelopt",
+        # diffusers reads "modelopt" by NVIDIA's library
+        "quant_method": "modelopt_nvfp4" if "_class_name" in checkpoint.config else "modelopt",
         **quantization,
         **({"kv_cache_scheme": FP8_CACHE if is_fp8_cache(cache) else cache} if (cache := checkpoint.cache) else {}),
         "ignore": dense_linears(checkpoint),

@@ -27,7 +27,7 @@ from nvfp4_tensor.checkpoints.formats import fp8
 from nvfp4_tensor.checkpoints.formats.mxfp4.values import MX_BLOCK, parts_of_mxfp4
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, warn_of_nan
 from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_is_new, fingerprint
-from nvfp4_tensor.checkpoints.io.safetensors import Plan, ShardFile, Shards, by_size, read_json, write_json
+from nvfp4_tensor.checkpoints.io.safetensors import Plan, ShardFile, Shards, by_size, read_json, stem_of, write_json
 from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups, without_input_scale
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, nan_blocks
@@ -421,7 +421,7 @@ class TableFormat(Format):
                 tensors_of[name] = self.encode(name, entries[name].meta(), entries[name])
         sources = {str(entry.shard) for entry in entries.values()}
         if shard_bytes is not None or len(sources) < 2 or not all(each.endswith(".safetensors") for each in sources):
-            return by_size(tensors_of, SHARD_BYTES if shard_bytes is None else shard_bytes)
+            return by_size(tensors_of, SHARD_BYTES if shard_bytes is None else shard_bytes, stem_of(checkpoint.config))
         plan: Plan = {source: {} for source in sorted(sources)}
         for name, tensors in tensors_of.items():
             plan[str(entries[name].shard)][name] = tensors
@@ -471,7 +471,7 @@ class TableFormat(Format):
         if len(plan) > 1:
             total, where = sum(tensor.nbytes for _, tensor, _ in tensors), {key: file for key, _, file in tensors}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-            write_json(state.folder / "model.safetensors.index.json", index)
+            write_json(state.folder / f"{stem_of(checkpoint.config)}.safetensors.index.json", index)
         quantization = self.config_of(checkpoint)
         config = checkpoint.config | ({} if quantization is None else {"quantization_config": quantization})
         files = {"config.json": config} if config else {}

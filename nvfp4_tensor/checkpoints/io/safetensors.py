@@ -300,8 +300,8 @@ class ShardFile:
         self.close()
 
 
-def by_size(tensors_of: Mapping[str, dict[str, Tensor]], shard_bytes: int) -> Plan:
-    """Fill files up to ``shard_bytes``, in the order of the entries."""
+def by_size(tensors_of: Mapping[str, dict[str, Tensor]], shard_bytes: int, stem: str = "model") -> Plan:
+    """Fill files up to ``shard_bytes``, in the order of the entries. ``stem``: what their names begin with."""
     shards: list[dict[str, dict[str, Tensor]]] = [{}]
     size = 0
     for name, tensors in tensors_of.items():
@@ -312,8 +312,13 @@ def by_size(tensors_of: Mapping[str, dict[str, Tensor]], shard_bytes: int) -> Pl
         shards[-1][name] = tensors
         size += nbytes
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def stem_of(config: Mapping[str, Any]) -> str:
+    """Return what the names of a model's files begin with, by which diffusers or transformers find them."""
+    return "diffusion_pytorch_model" if "_class_name" in config else "model"
 
 
 def read_json(file: Path) -> dict[str, Any]:

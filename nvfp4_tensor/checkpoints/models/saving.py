@@ -57,8 +57,8 @@ def save(
             scales differ, because vLLM computes wrong numbers with them. They get the largest scale: with the same
             values if powers of two lie between, as after training in NVFP4; otherwise "requantize" warns, and quantizes
             them again, which adds 3 to 4 % to their error. "keep" writes them unchanged. "refuse" raises a ValueError.
-        config: the content of config.json. The default is ``model.config`` of a transformers model, with the class and
-            dtype that the model has; without one, config.json is not written. Its generation config is written too.
+        config: the content of config.json. The default is that of a model of transformers, with the class and dtype
+            that the model has, or of diffusers; without one, config.json is not written. A generation config is, too.
         progress: show a progress bar.
         options: options of the format.
 
@@ -248,12 +248,12 @@ def _of_experts(name: str, module: nn.Module, tensor: Tensor, mixtral: bool) -> 
 
 
 def _config(model: object) -> dict[str, Any]:
-    """Return the config.json of a transformers model, as its save_pretrained writes it, {} for other models."""
+    """Return the config.json of a model of transformers or diffusers, as its save_pretrained writes it, or {}."""
     if config := _as_json(getattr(model, "config", None)):
         config["architectures"] = [type(model).__name__.removeprefix("FSDP")]
         if dtype := getattr(model, "dtype", None):  # that of the config may be the one that the model was made with
             config["dtype"] = str(dtype).removeprefix("torch.")
-    return config
+    return config or _as_json(model)
 
 
 def _as_json(config: object) -> dict[str, Any]:
