@@ -163,7 +163,8 @@ def sensitivity(
         model: returns logits (..., classes), or an object with ``.logits``. It runs in eval mode.
         batches: the inputs of the model, as in :func:`calibrate`.
         config: how weights, or weights and activations, are quantized; NVFP4WeightOnlyConfig() by default.
-        filter_fn: selects modules, as in :func:`gptq`.
+        filter_fn: selects modules by (module, name); by default all linears and experts, also those that
+            :func:`quantize_model` leaves dense.
         by_layer: quantize all weights of a layer (of the longest nn.ModuleList) together, which needs fewer runs.
         group_of: maps the name of a weight to the name of its group; weights of one group are quantized together.
         progress: show a progress bar.
