@@ -265,11 +265,11 @@ STALE = """
 import torch
 from nvfp4_tensor import quantize
 from nvfp4_tensor.dispatch import linears
-from nvfp4_tensor.tensor import nvfp4 as tensor
+from nvfp4_tensor.tensor import description
 torch.manual_seed(0)
 x, w = torch.randn(4, 64), quantize(torch.randn(32, 64))
 if NEW:  # another version of the package: its products are twice as large
-    plain, tensor.source_digest = linears._matmul, lambda: "another version"
+    plain, description.source_digest = linears._matmul, lambda: "another version"
     torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag and "another version"  # before torch 2.13
     linears._matmul = lambda *arguments: plain(*arguments) * 2
 y = torch.compile(torch.nn.functional.linear, fullgraph=True)(x, w)
