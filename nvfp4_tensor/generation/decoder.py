@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import StaticCache
 from transformers.generation import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
@@ -184,6 +185,9 @@ class Decoder:
             cache = self.new_cache(input_ids.shape[-1])
             kept = None if others.pop("use_cache", None) is False else cache
         if not self._is_plain(input_ids, cache, others) or getattr(cache, "rows", None) != self.rows:
+            return None
+        if isinstance(cache, StaticCache):
+            self._warn_that("a StaticCache is transformers' own (give none, or cache_implementation='static')")
             return None
         position, position_ids, mask = length_of(cache), others.get("position_ids"), others.get("attention_mask")
         if not self._is_left_padded(mask, position + input_ids.shape[1]):

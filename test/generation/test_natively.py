@@ -1,5 +1,6 @@
 """Test decode_natively: what generate writes, what is left to transformers, copies, and refusals."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -151,7 +152,7 @@ def test_the_cache_under_both_names(name, natively, steps):
 
 
 def test_positions_of_a_caller(way, natively, steps):
-    """And calls in inference mode; a static cache of transformers takes its own forward."""
+    """And calls in inference mode; a static cache of transformers takes its own forward, with a warning."""
     model, batch = natively(tiny_model("Qwen3")), 2
     ids, tokens = prompt(model, batch), prompt(model, batch, 6)
     positions = torch.arange(14, device=model.device)[None] * 2
@@ -159,13 +160,15 @@ def test_positions_of_a_caller(way, natively, steps):
         growing = transformers.DynamicCache(config=model.config)  # without one, transformers takes these for two texts
         expected = model(torch.cat((ids, tokens), 1), **{CACHE: growing}, position_ids=positions).logits[:, -6:].float()
         for cache in (FixedCache(4, 20), transformers.StaticCache(model.config, 20)):
-            model(ids, **{CACHE: cache}, position_ids=positions[:, :8])
+            is_own = isinstance(cache, FixedCache)
+            with contextlib.nullcontext() if is_own else pytest.warns(UserWarning, match="a StaticCache is"):
+                model(ids, **{CACHE: cache}, position_ids=positions[:, :8])
             each = [
                 model(tokens[:, i : i + 1], **{CACHE: cache}, position_ids=positions[:, 8 + i : 9 + i]).logits
                 for i in range(6)
             ]
             assert relative_error(torch.cat(each, 1), expected).max() < 0.03
-            if isinstance(cache, FixedCache):  # static ones are croppable from transformers 5.24 on
+            if is_own:  # static ones are croppable from transformers 5.24 on
                 cache.crop(-1)
                 last = model(tokens[:, -1:], **{CACHE: cache}, position_ids=positions[:, -1:]).logits
                 assert torch.equal(last, each[-1]) and last.data_ptr() != each[-1].data_ptr()
