@@ -15,16 +15,17 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor._compat.frames import warn_user
-from nvfp4_tensor.generation.architectures import Block, Model
+from nvfp4_tensor.generation.architectures import Block, Linear, Model
 from nvfp4_tensor.generation.capture import captured
 from nvfp4_tensor.generation.fixed_cache import FixedCache, append, buffers_of
 from nvfp4_tensor.generation.ring import DenseBuffers
-from nvfp4_tensor.generation.token_step import Rotation, Sum, TokenStep, head_norms, rotation_of
+from nvfp4_tensor.generation.token_step import Rotation, Sum, TokenStep, head_norms, rotation_of, takes_fp8
 from nvfp4_tensor.matmul.backends import FP8_ROWS
 from nvfp4_tensor.ops.composite.step import normed_and_rotated
 
-SHORT = 512
-"""Tokens of all texts up to which prompts are short: a GPU computes more of them no faster than a host launches."""
+SHORT = 1024
+"""Tokens of all texts up to which prompts are short: of an 8B model, an H200 computes them as fast as a host launches
+them or faster. With FP8 activations, whose products take a host 0.15 ms each, twice as many."""
 LEAST = 16
 """Short prompts are computed for at least so many tokens of each text."""
 KINDS = 16
@@ -100,10 +101,13 @@ class Prompts:
 
     def __init__(self, step: TokenStep, pads: bool) -> None:
         self.model, self.pads = step.model, pads
-        self._step, self._step_of_many_rows = step, TokenStep(step.model, is_fp8=True)
+        parts = (each for block in step.model.blocks for each in block.parts.values())
+        is_fp8 = any(takes_fp8(each) for each in parts if isinstance(each, Linear))
+        self._step, self._step_of_many_rows = step, TokenStep(step.model, is_fp8=True) if is_fp8 else step
+        self._short = 2 * SHORT if is_fp8 else SHORT
         self._pool: Any = None
         self._memory: list[DenseBuffers] | None = None  # of each layer, which all kinds share
-        self._kinds: dict[tuple[int, int, bool], _Static] = {}
+        self._kinds: dict[tuple[int, int, bool, bool], _Static] = {}
 
     def read(self, tokens: Tensor, positions: Tensor, starts: Tensor | None, cache: FixedCache, kept: int) -> Tensor:
         """Append prompts (B, T) to a cache, and return the logits (B, kept, vocabulary) of their last tokens.
@@ -115,14 +119,16 @@ class Prompts:
         batch, count = tokens.shape
         before = cache.layers[0].length
         self.make_room(cache, batch, before + count)
-        if not before and self.pads and batch * _padded(count) <= SHORT:
+        if not before and self.pads and batch * _padded(count) <= self._short:
             logits = self._read_short(tokens, positions, starts, cache, kept)
         else:
-            step = self._step if count < FP8_ROWS else self._step_of_many_rows
             prompt = Prompt(buffers_of(cache), before, count, self._rotations(positions), starts)
-            logits = _run(step, tokens, prompt, lambda x: x[:, -kept:])
+            logits = _run(self._step_of(count), tokens, prompt, lambda x: x[:, -kept:])
         append(cache, count)
         return logits
+
+    def _step_of(self, count: int) -> TokenStep:
+        return self._step if count < FP8_ROWS else self._step_of_many_rows
 
     def _rotations(self, positions: Tensor) -> list[Rotation]:
         return [each.cos_sin(self.model.norm.weight, positions) for each in self.model.rotaries]
@@ -140,11 +146,11 @@ class Prompts:
         self, tokens: Tensor, positions: Tensor, starts: Tensor | None, cache: FixedCache, kept: int
     ) -> Tensor:
         batch, count = tokens.shape
-        key = batch, _padded(count), starts is not None
+        key = batch, _padded(count), starts is not None, self._step_of(count) is self._step
         static = self._kinds.get(key)
         is_first = static is None
         if static is None:
-            static = self._new(*key, buffers_of(cache))
+            static = self._new(key, self._step_of(count), buffers_of(cache))
         static.tokens[:, :count].copy_(tokens)
         static.positions[:, :count].copy_(positions)
         static.last.fill_(count - 1)
@@ -163,9 +169,8 @@ class Prompts:
 
     def _run_short(self, static: _Static, kept: Callable[[Tensor], Tensor]) -> Tensor:
         rotations = self._rotations(static.positions)
-        return _run(
-            self._step, static.tokens, Prompt(static.buffers, 0, static.tokens.shape[1], rotations, static.starts), kept
-        )
+        prompt = Prompt(static.buffers, 0, static.tokens.shape[1], rotations, static.starts)
+        return _run(static.step, static.tokens, prompt, kept)
 
     def _captured(self, run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -175,15 +180,15 @@ class Prompts:
             warn_user(f"prompts are not captured by CUDA graphs, which are faster: {error}")
             return run
 
-    def _new(self, batch: int, count: int, padded: bool, like: Sequence[DenseBuffers]) -> _Static:
+    def _new(self, key: tuple[int, int, bool, bool], step: TokenStep, like: Sequence[DenseBuffers]) -> _Static:
         while len(self._kinds) >= KINDS:
             del self._kinds[next(iter(self._kinds))]
         with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
             if self._memory is None:
                 self._memory = [
-                    DenseBuffers(*(t.new_zeros(SHORT * t.shape[1] * t.shape[3]) for t in each)) for each in like
+                    DenseBuffers(*(t.new_zeros(self._short * t.shape[1] * t.shape[3]) for t in each)) for each in like
                 ]
-            static = self._kinds[batch, count, padded] = _Static(batch, count, padded, like, self._memory)
+            static = self._kinds[key] = _Static(step, *key[:3], like, self._memory)
         return static
 
 
@@ -201,8 +206,15 @@ class _Static:
     """Inputs at fixed addresses of prompts (batch, count), and their keys and values, parts of ``memory``."""
 
     def __init__(
-        self, batch: int, count: int, padded: bool, like: Sequence[DenseBuffers], memory: Sequence[DenseBuffers]
+        self,
+        step: TokenStep,
+        batch: int,
+        count: int,
+        padded: bool,
+        like: Sequence[DenseBuffers],
+        memory: Sequence[DenseBuffers],
     ) -> None:
+        self.step = step
         zeros = functools.partial(torch.zeros, dtype=torch.int64, device=like[0].keys.device)
         self.tokens, self.positions, self.last = zeros((batch, count)), zeros((batch, count)), zeros(1)
         self.starts = zeros(batch) if padded else None
@@ -218,6 +230,8 @@ def _part(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _padded(count: int) -> int:
-    """Return the least of LEAST, 3/2 LEAST, 2 LEAST, 3 LEAST, ... that is not below ``count``."""
+    """Return the least not below ``count`` of LEAST, 3/2 LEAST, 2 LEAST, ... 512, and then of multiples of 128."""
+    if count > 512:
+        return -(-count // 128) * 128
     power = max(LEAST, 1 << (count - 1).bit_length())
     return 3 * power // 4 if count <= 3 * power // 4 and power > LEAST else power

@@ -23,7 +23,11 @@ from transformers.integrations import moe
 from nvfp4_tensor.generation.architectures import Block, Linear, Model, Norm
 from nvfp4_tensor.generation.fused_layers import Rotation
 from nvfp4_tensor.generation.ring import Place, StepBuffers
+from nvfp4_tensor.matmul import backends, fp8
+from nvfp4_tensor.matmul.backends import has_fp8_tensor_cores
+from nvfp4_tensor.matmul.product import codes_of
 from nvfp4_tensor.numerics.choices import ProductBackend
+from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.layout import TILE_ROWS
 from nvfp4_tensor.quantization.linear import pre_scaled
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -207,11 +211,25 @@ def project(linears: Sequence[Linear], is_fp8: bool = False) -> Callable[[Tensor
     if all(_is_plain(each, is_fp8) for each in linears):
         parts, biases = _parts(linears)
         return lambda x: torch.ops.nvfp4.linears(x, *parts, biases)
+    if is_fp8 and all(map(takes_fp8, linears)):
+        weights: list[Any] = [each.weight for each in linears]
+        on_tensor_cores = has_fp8_tensor_cores(weights[0].device)
+        return functools.partial(_fp8_products, linears, [codes_of(each) for each in weights], on_tensor_cores)
     if len(linears) == 1:
         return functools.partial(_linear, linears[0])
     if all(type(each.weight.data) is Tensor and each.bias is None for each in linears):
         return functools.partial(_products, [each.weight for each in linears])
-    return lambda x: torch.cat([torch.nn.functional.linear(x, each.weight, each.bias) for each in linears], -1)
+    return functools.partial(_linears, linears)
+
+
+def _linears(linears: Sequence[Linear], x: Tensor) -> Tensor:
+    return torch.cat([torch.nn.functional.linear(x, each.weight, each.bias) for each in linears], -1)
+
+
+def _fp8_products(linears: Sequence[Linear], codes: Sequence[Codes], on_tensor_cores: bool, x: Tensor) -> Tensor:
+    if len(x) < backends.FP8_ROWS:  # an output layer of the last tokens
+        return _linears(linears, x)
+    return fp8.products(x, codes, [each.bias for each in linears], on_tensor_cores)
 
 
 ROWS_OF_LINEAR_ROW = 4
@@ -238,8 +256,13 @@ def _products(weights: Sequence[Tensor], x: Tensor) -> Tensor:
 
 def _is_plain(linear: Linear, is_fp8: bool) -> bool:
     """Return whether the product is that of a weight-only NVFP4 weight."""
+    return linear.is_weight_only and not (is_fp8 and takes_fp8(linear))
+
+
+def takes_fp8(linear: Linear) -> bool:
+    """Return whether a linear rounds many rows of activations to FP8."""
     weight: Any = linear.weight
-    return linear.is_weight_only and not (is_fp8 and weight.product_backend == ProductBackend.FP8)
+    return linear.is_weight_only and weight.product_backend == ProductBackend.FP8
 
 
 def _halves(linears: Sequence[Linear]) -> Sequence[Linear] | None:

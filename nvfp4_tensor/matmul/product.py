@@ -160,9 +160,9 @@ def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | N
     if backend.on_codes:
         a = x if isinstance(x, NVFP4Tensor) else quantize(x, w.activation_spec, amax=w.activation_amax)
         multiply_codes = scaled_mm.fbgemm_product if backend == Backend.FBGEMM else scaled_mm.scaled_mm_product
-        return multiply_codes(_codes(a), _codes(w), bias, alpha, out_dtype)
+        return multiply_codes(codes_of(a), codes_of(w), bias, alpha, out_dtype)
     if backend in (Backend.FP8_SCALED_MM, Backend.FP8_VALUES):
-        return fp8.product(x, _codes(w), bias, alpha, out_dtype, backend == Backend.FP8_SCALED_MM)
+        return fp8.product(x, codes_of(w), bias, alpha, out_dtype, backend == Backend.FP8_SCALED_MM)
     sign = None if isinstance(x, NVFP4Tensor) else _sign_to_undo(w, along_blocks)
     factor: Tensor | None = None
     if backend == Backend.QUANTIZED_VALUES:
@@ -173,8 +173,8 @@ def _times_nvfp4(x: Tensor, w: NVFP4Tensor, along_blocks: bool, bias: Tensor | N
         factor = torch.full((), alpha, dtype=torch.float32, device=x.device) if factor is None else factor * alpha
     if sign is None:
         columns = x.shape[-1] if along_blocks else w.columns
-        return _matmul(x, factor, *_codes(w), bias, columns, not along_blocks, out_dtype)
-    y = _matmul(x, factor, *_codes(w), None, ceil_to(w.columns, BLOCK), True, torch.float32)
+        return _matmul(x, factor, *codes_of(w), bias, columns, not along_blocks, out_dtype)
+    y = _matmul(x, factor, *codes_of(w), None, ceil_to(w.columns, BLOCK), True, torch.float32)
     y = inverse_hadamard(y, sign)[..., : w.columns]
     return (y if bias is None else y + bias).to(out_dtype)
 
@@ -187,7 +187,8 @@ def _sign_to_undo(w: NVFP4Tensor, along_blocks: bool) -> int | None:
     return None if along_blocks or w.activation_spec is None else w.activation_spec.hadamard_sign
 
 
-def _codes(w: NVFP4Tensor) -> Codes:
+def codes_of(w: NVFP4Tensor) -> Codes:
+    """Return the parts of a matrix as products read them."""
     # In a graph of torch.compile, a call of a method would read w itself, not its parts.
     scale = w.per_tensor_scale if w.per_tensor_scale.dim() < 2 else w.row_scale()
     return Codes(w.qdata.contiguous(), w.scale.contiguous(), scale)

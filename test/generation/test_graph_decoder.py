@@ -144,9 +144,13 @@ def test_quantized_activations(natively, steps):
     assert error.median() < 0.05 and error.max() < 0.3
 
 
-def test_fp8_activations_of_long_prompts(natively, monkeypatch):
-    """Each prompt of as many tokens as that takes has them, and shorter ones of a batch with as many do not."""
-    monkeypatch.setattr("nvfp4_tensor.generation.prompt.SHORT", 16)  # of all texts: fewer than FP8_ROWS
+@pytest.mark.parametrize("short", [8, 128])
+def test_fp8_activations_of_long_prompts(short, natively, monkeypatch):
+    """Each prompt of as many tokens as that takes has them, and shorter ones of a batch with as many do not.
+
+    short: tokens of all texts up to which a prompt is replayed: fewer than those of a batch, or more.
+    """
+    monkeypatch.setattr("nvfp4_tensor.generation.prompt.SHORT", short)
     for module in ("matmul.backends", "generation.prompt"):
         monkeypatch.setattr(f"nvfp4_tensor.{module}.FP8_ROWS", 48)
     dense, logits = tiny_model("Llama", quantized=False), {}
@@ -157,7 +161,9 @@ def test_fp8_activations_of_long_prompts(natively, monkeypatch):
         for length in (40, 48):
             with torch.no_grad():
                 one = prompt(model, 2, length)
+                first, again = (model(one, logits_to_keep=1, **{CACHE: FixedCache(4, 64)}).logits for _ in range(2))
                 logits[activations, length] = model(one, **{CACHE: FixedCache(4, 64)}).logits
+            assert torch.equal(first, again) and torch.equal(first, logits[activations, length][:, -1:])
         own = own_logits(model, prompt(model, 1, 48)), own_logits(model, prompt(model, 1, 40))
         for length, expected in zip((48, 40), own, strict=True):
             assert relative_error(logits[activations, length][:1], expected).median() < 0.02
@@ -234,3 +240,21 @@ def test_a_forward_that_waits_for_the_device_is_not_captured(monkeypatch):
     assert_writes_its_own(model, prompt(model))
     # Other models can still be captured.
     assert_writes_its_own(decode_natively(tiny_model("Llama").to("cuda")), prompt(model))
+
+
+@pytest.mark.gpu
+def test_garbage_is_not_collected_during_a_capture():
+    """The memory of another graph, which goes with it, could not be freed."""
+    x = torch.arange(8.0, device="cuda")
+    pool = torch.cuda.graph_pool_handle()
+
+    def doubled_by(objects):
+        y = 2 * x
+        held = [[] for _ in range(objects)]  # enough for a collection
+        return y + len(held)
+
+    garbage = [captured(lambda: torch.empty(1 << 26, device="cuda").fill_(1), x.device, None)]
+    garbage.append(garbage)  # a cycle
+    del garbage
+    replay = captured(functools.partial(doubled_by, 100_000), x.device, pool)
+    assert torch.equal(replay(), 2 * x + 100_000)

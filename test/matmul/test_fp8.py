@@ -15,6 +15,7 @@ from nvfp4_tensor.matmul import backends
 from nvfp4_tensor.matmul import fp8 as fp8_products
 from nvfp4_tensor.matmul.backends import FP8_ROWS, Backend
 from nvfp4_tensor.numerics import fp8 as reference
+from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.layout import swizzle
 
 nvfp4 = torch.ops.nvfp4
@@ -130,6 +131,21 @@ def check_product(x, w, bias):
     ).any()
     for _ in times(3):
         assert torch.equal(y, F.linear(x, w) if bias is None else torch.addmm(bias, x, w.t())), "not deterministic"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [(64, 16, 16), (48, 24)])
+def test_products_side_by_side(device, dtype, rows):
+    """Have the bits of each alone: without a bias, with one, and where not all begin on 16 bytes."""
+    x = torch.randn(9, 96, device=device).to(dtype)
+    weights = [quantize(torch.randn(n, 96, device=device).to(dtype)) for n in rows]
+    codes = [Codes(w.qdata, w.scale, w.per_tensor_scale) for w in weights]
+    on_tensor_cores = backends.has_fp8_tensor_cores(x.device)
+    for biases in ([None] * len(rows), [torch.randn(n, device=device).to(dtype) for n in rows]):
+        both = zip(codes, biases, strict=True)
+        each = [fp8_products.product(x, w, bias, 1, dtype, on_tensor_cores) for w, bias in both]
+        found = fp8_products.products(x, codes, biases, on_tensor_cores)
+        assert_same_bits([found], [torch.cat(each, 1)], f"{rows}, {dtype}")
 
 
 @pytest.mark.gpu
