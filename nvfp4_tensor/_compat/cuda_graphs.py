@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,12 @@ import torch
 
 @contextlib.contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **options: Any) -> Iterator[None]:
-    """Capture what runs on a device, as ``torch.cuda.graph(graph, **options)``, whose failure ends all random draws."""
+    """Capture what runs on a device, as ``torch.cuda.graph(graph, **options)``, whose failure ends all random draws.
+
+    Garbage is not collected meanwhile: memory and graphs that it frees would invalidate the capture.
+    """
+    collects = gc.isenabled()
+    gc.disable()
     try:
         with torch.cuda.graph(graph, **options):
             yield
@@ -20,3 +26,6 @@ def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, **options: Any)
         generator = torch.cuda.default_generators[device.index]
         generator.graphsafe_set_state(generator.clone_state())  # the capture's refuses draws outside of it
         raise
+    finally:
+        if collects:
+            gc.enable()
