@@ -5,6 +5,7 @@
     python -m benchmarks.accuracy.distillation --rows w4a4:learning_rate=2e-4 w4a4:start=gptq
     python -m benchmarks.accuracy.distillation --minutes 10 --folder build/distill --budget 420    # again: goes on
     python -m benchmarks.accuracy.distillation --model build/own_model                    # of own_model, on its texts
+    python -m benchmarks.accuracy.distillation --folder FOLDER --written 48000000 --prepare 1 2 3  # beside 4 to 12
 
 A row is a format, and after a colon changes: fields of DistillConfig, or ``start=gptq``.
 
@@ -21,11 +22,12 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +35,18 @@ from torch import Tensor, nn
 from benchmarks.accuracy import subjects
 from benchmarks.accuracy.subjects import Evaluation, open_subject, peak_gb, text_cells, text_heads, with_earlier
 from benchmarks.accuracy.texts import WINDOW, without_shared, written_tokens
-from benchmarks.harness import record, result_path, save, table
+from benchmarks.harness import at_least, record, result_path, save, table
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec
 from nvfp4_tensor.quantization import GPTQConfig, gptq
 from nvfp4_tensor.training import DistillConfig, distill
 from nvfp4_tensor.training.distillation import Progress
 
-TOKENS = 32_768
+TOKENS, PART = 32_768, 4_000_000
+Subject: TypeAlias = subjects.SmolLM2 | subjects.OwnModel
 SEARCH = QuantizeSpec(scale_search="mse", scale_ceiling=448)
 FORMATS = {"w4a4": NVFP4Config(), "w4a16": NVFP4WeightOnlyConfig(), "w4a4_search": NVFP4Config(weight_spec=SEARCH),
+           "w4a4_activations": NVFP4Config(activation_spec=QuantizeSpec(scale_search="mse")),
+           "w4a4_46": NVFP4Config(activation_spec=QuantizeSpec(four_over_six=True)),
            "w4a4_rows": NVFP4Config(row_scaled=True)}  # fmt: skip
 
 
@@ -102,32 +107,47 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
     return table(("row", "minutes", "tokens seen", *text_heads(rows[0])), lines)
 
 
-def prepare(
-    subject: subjects.SmolLM2 | subjects.OwnModel, options: argparse.Namespace
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The tokens to train on, int64, and the evaluation texts: those of ``--folder``, if it has some."""
-    kept = None if options.folder is None else options.folder / f"texts_{subject.name}.pt"
-    if kept is not None and kept.exists():
-        tokens, texts = torch.load(kept)
-        return tokens, {name: each for name, each in texts.items() if name in (options.texts or texts)}
-    ids = subject.training(options.processes, options.limit, options.files)  # forks: before CUDA
-    print(f"{time.perf_counter() - options.start:.0f} s: {len(ids):,} tokens to train on", flush=True)
-    dense = subject.model.to(options.device)
-    texts = subject.texts(options.texts or subject.text_names, options.tokens)
-    print(f"{time.perf_counter() - options.start:.0f} s: evaluation texts {', '.join(texts)}", flush=True)
-    written = subject.written if options.written is None else options.written
-    ids = torch.cat([ids, written_tokens(dense, subject.tokenizer, written)]) if written else ids
-    ids = without_shared(ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW).to(options.device), texts.values())
-    tokens = ids.flatten().cpu()
-    if kept is not None:
-        options.folder.mkdir(parents=True, exist_ok=True)
-        torch.save((tokens, texts), kept)
-    return tokens, texts
+def kept(options: argparse.Namespace, name: str, make: Callable[[], Any]) -> Any:
+    """What a file of ``--folder`` keeps, made if it is not there; without the option, made."""
+    path = None if options.folder is None else options.folder / f"{name}.pt"
+    if path is not None and path.exists():
+        return torch.load(path)
+    value = make()
+    print(f"{time.perf_counter() - options.start:.0f} s: {name}", flush=True)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, path.with_suffix(".part"))
+        path.with_suffix(".part").replace(path)
+    return value
+
+
+def written(subject: Subject, options: argparse.Namespace, parts: Iterable[int]) -> list[Tensor]:
+    """Parts, from 1 on, of what the dense model writes, int64 (count,) each."""
+    dense, found = subject.model.to(options.device), []
+    for part in parts:
+        count = min(options.written - (part - 1) * PART, PART)
+        make = functools.partial(written_tokens, dense, subject.tokenizer, count, seed=part)
+        found.append(kept(options, f"written_{subject.name}_{part}_{count}", make))
+    return found
+
+
+def prepare(subject: Subject, options: argparse.Namespace) -> tuple[Tensor, dict[str, Tensor]]:
+    """The windows to train on, int64 (count, 1024), and the evaluation texts."""
+    make: Callable[[], Any] = functools.partial(subject.training, options.processes, options.limit, options.files)
+    ids = kept(options, f"training_{subject.name}_{options.limit}", make)  # forks: before CUDA
+    subject.model.to(options.device)
+    names, texts = options.texts or subject.text_names, {}
+    for name in names:
+        make = functools.partial(subject.texts, [name], options.tokens)
+        texts |= kept(options, f"{name}_{subject.name}_{options.tokens}", make)
+    ids = torch.cat([ids, *written(subject, options, range(1, -(-options.written // PART) + 1))])
+    windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW).to(options.device)
+    return without_shared(windows, texts.values()), texts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", default=["w4a4", "w4a16"])
+    parser.add_argument("--rows", nargs="*", default=["w4a4", "w4a16"], help="none: only make the texts")
     parser.add_argument("--model", type=Path, help="a folder of benchmarks.accuracy.own_model, instead of SmolLM2")
     parser.add_argument("--texts", nargs="+", help="to judge on, by default all of the model")
     parser.add_argument("--minutes", type=float, default=3.0, help="of training, a row (%(default)s)")
@@ -143,6 +163,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--folder", type=Path, help="from which an interrupted run goes on")
+    parser.add_argument("--prepare", type=at_least(1), nargs="+", help="only these parts, of 4 million, of --written")
     parser.add_argument("--budget", type=float, help="seconds of this call after which a run with --folder stops")
     parser.add_argument("--out", type=Path, help="of results, instead of benchmarks/results")
     options = parser.parse_args()
@@ -150,9 +171,13 @@ def main() -> None:
     for row in options.rows:
         parse(row, device)
     subject = open_subject(options.model)
+    options.written = subject.written if options.written is None else options.written
+    if options.prepare:
+        written(subject, options, options.prepare)
+        return
     ids, texts = prepare(subject, options)
-    dense = subject.model.to(device)
-    windows = ids[: len(ids) // options.window * options.window].view(-1, options.window).to(device)
+    dense, ids = subject.model.to(device), ids.flatten()
+    windows = ids[: len(ids) // options.window * options.window].view(-1, options.window)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0)).to(device)
     batches = list(windows[order].split(options.batch))
     batches = batches[:-1] if len(batches) > 1 else batches
@@ -169,7 +194,7 @@ def main() -> None:
         every = with_earlier(path, rows[-1:], "row", **settings)
         text = f"{subject.label}\n{report(every)}"
         save(path, record(device, **settings, rows=every), text)
-    print(text)
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -106,12 +106,11 @@ def chat_tokens(model: Any, tokenizer: Any, count: int) -> Tensor:
     return found.flatten().cpu()[:count]
 
 
-def written_tokens(model: Any, tokenizer: Any, count: int) -> Tensor:
+def written_tokens(model: Any, tokenizer: Any, count: int, seed: int) -> Tensor:
     """Text and conversations that the dense model writes, by :func:`generate_calibration_text`, int64 (count,)."""
     model = decode_natively(copy.deepcopy(model)) if next(model.parameters()).is_cuda else model
-    return (
-        torch.cat(generate_calibration_text(model, count, window=WINDOW, seed=1, tokenizer=tokenizer)).flatten().cpu()
-    )
+    found = generate_calibration_text(model, count, window=WINDOW, seed=seed, tokenizer=tokenizer)
+    return torch.cat(found).flatten()[:count].cpu()
 
 
 # --- 13 tokens in a row ----------------------------------------------------------------------------------------------
