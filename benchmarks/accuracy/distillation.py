@@ -46,7 +46,6 @@ Subject: TypeAlias = subjects.SmolLM2 | subjects.OwnModel
 SEARCH = QuantizeSpec(scale_search="mse", scale_ceiling=448)
 FORMATS = {"w4a4": NVFP4Config(), "w4a16": NVFP4WeightOnlyConfig(), "w4a4_search": NVFP4Config(weight_spec=SEARCH),
            "w4a4_activations": NVFP4Config(activation_spec=QuantizeSpec(scale_search="mse")),
-           "w4a4_46": NVFP4Config(activation_spec=QuantizeSpec(four_over_six=True)),
            "w4a4_rows": NVFP4Config(row_scaled=True)}  # fmt: skip
 
 

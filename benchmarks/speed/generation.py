@@ -17,7 +17,8 @@ Weights are random, so that nothing is downloaded. The ways:
              in bfloat16, and how other libraries' weights run (torchao int4, humming)
 
 tokens/s counts the tokens after the first, for the whole batch; "whole call" counts all, and the time of the whole
-call, with its prompt. "of copy" is the share of the copy bandwidth at which a step reads the linears and the cache.
+call, with its prompt; "first token" is the time to the first one. "of copy" is the share of the copy bandwidth at which
+a step reads the linears and the cache.
 
 Contenders run one after the other, those that compile last, and each row is saved when it is measured. Rows of an
 earlier file with the same settings are kept, and those of the same commit and machine are not measured again, so that a
@@ -56,8 +57,8 @@ BASELINE = "bf16"
 WAYS = ("eager", "static", "native", "stream", "padded", "codes", "graph")
 COST = {"native": 0, "stream": 0, "padded": 0, "codes": 0, "eager": 0, "graph": 1, "static": 2}
 """Of setting a way up: the first ones capture, ``graph`` compiles a block, ``static`` the whole model's forward."""
-LONG = 8192
-"""Tokens read from which on results have a file of their own."""
+PROMPT = {"cuda": 512, "cpu": 64}
+"""Tokens read by default. Results with another number have a file of their own."""
 LIMIT = 5.0
 """Seconds after which a slow contender sits out."""
 EAGER_TOKENS, WARM_UP = 32, 4
@@ -256,7 +257,7 @@ def row_of(contender: Contender, ready: Ready, taken: list[Taken], copy: float) 
     rate = statistics.median(rates)
     return {
         "name": contender.name, **dataclasses.asdict(contender), "tokens": count,
-        "tokens_per_second": rate, "rates": rates,
+        "tokens_per_second": rate, "rates": rates, "first_token": statistics.median(t.call - t.decode for t in taken),
         "whole_call": statistics.median(batch * count / each.call for each in taken),
         "bytes": ready.bytes, "copy": copy, "share": rate / batch * ready.bytes / copy,
     }  # fmt: skip
@@ -267,7 +268,7 @@ def order(row: dict[str, Any]) -> tuple[int, int, int]:
     return row["batch"], WAYS.index(row["way"]), weights.index(row["weights"])
 
 
-HEAD = ("", "tokens/s", "runs", "whole call", "x bf16, graph", "x bf16, same way", "of copy", "GB/step")
+HEAD = ("", "tokens/s", "runs", "whole call", "first token", "x bf16, graph", "x bf16, same way", "of copy", "GB/step")
 
 
 def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
@@ -277,9 +278,10 @@ def cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
         same = [r for r in rows if (r["weights"], r["way"], r["batch"]) == (BASELINE, way, row["batch"])]
         return f"{row['tokens_per_second'] / same[0]['tokens_per_second']:.2f}" if same else ""
 
+    first = f"{1e3 * row['first_token']:.1f} ms" if "first_token" in row else ""
     return [
         f"{row['weights']}; {row['way']}", f"{row['tokens_per_second']:.4g}", str(len(row["rates"])),
-        f"{row['whole_call']:.4g}", times("graph"), times(row["way"]), f"{row['share']:.0%}",
+        f"{row['whole_call']:.4g}", first, times("graph"), times(row["way"]), f"{row['share']:.0%}",
         f"{row['bytes'] / 1e9:.3f}",
     ]  # fmt: skip
 
@@ -306,7 +308,7 @@ def main() -> None:
     settings = {"model": arguments.model, "shape": dataclasses.asdict(shape), "prompt": arguments.prompt,
                 "tokens": arguments.tokens}  # fmt: skip
     title = f"{arguments.model}, {shape.layers} layers, {arguments.prompt} tokens read, {arguments.tokens} written"
-    name = f"generation_{arguments.model}" + (f"_{arguments.prompt}" if arguments.prompt >= LONG else "")
+    name = f"generation_{arguments.model}" + ("" if arguments.prompt == PROMPT[device.type] else f"_{arguments.prompt}")
     name += f"_{shape.layers}_layers" if arguments.layers else ""
     path = harness.result_path(device, name, arguments.out)
     record, models = harness.record(device, **settings), Models(shape, device)
@@ -340,11 +342,11 @@ def parse() -> argparse.Namespace:
     on_cuda = torch.cuda.is_available()
     parser.add_argument("--model", choices=SHAPES, default="llama-8b" if on_cuda else "smollm2")
     parser.add_argument("--layers", type=at_least(1), help="layers instead of the model's")
-    parser.add_argument("--weights", nargs="*", choices=WEIGHTS, default=list(WEIGHTS), metavar="WEIGHTS")
+    parser.add_argument("--weights", nargs="*", choices=WEIGHTS, default=WEIGHTS[:3], metavar="WEIGHTS")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--peers", nargs="*", choices=list(peers.MODELS), default=list(peers.MODELS) if on_cuda else [])
     parser.add_argument("--batch", type=at_least(1), nargs="+", default=[1, 8, 16] if on_cuda else [1])
-    parser.add_argument("--prompt", type=at_least(1), default=512 if on_cuda else 64, help="tokens read")
+    parser.add_argument("--prompt", type=at_least(1), default=PROMPT["cuda" if on_cuda else "cpu"], help="tokens read")
     parser.add_argument("--tokens", type=at_least(4), default=128 if on_cuda else 32, help="tokens written")
     parser.add_argument("--rounds", type=at_least(1), default=7)
     parser.add_argument("--budget", type=float, help="seconds after which no further contender is set up")

@@ -21,8 +21,8 @@ SHAPES = {
 }
 """Shapes of published models, and of one for tests."""
 
-WEIGHTS = ("bf16", "NVFP4", "NVFP4, head")
-"""Of the linears. The output layer is dense unless ``head`` stands there."""
+WEIGHTS = ("bf16", "NVFP4", "NVFP4, head", "NVFP4, fp8")
+"""Of the linears. The output layer is dense unless ``head`` stands there. fp8: activations of many rows, too."""
 
 
 class Clock:
@@ -70,7 +70,8 @@ def stock_llama(shape: Shape, weights: str, device: torch.device, tied: bool = F
 def quantize(model: nn.Module, weights: str) -> None:
     """Quantize the linears of the layers, and the output layer too if ``weights`` says so."""
     if weights != "bf16":
-        quantize_(model if weights.endswith("head") else model.model, NVFP4WeightOnlyConfig())
+        config = NVFP4WeightOnlyConfig(activations="fp8" if weights.endswith("fp8") else None)
+        quantize_(model if weights.endswith("head") else model.model, config)
 
 
 def twin(model: nn.Module) -> nn.Module:

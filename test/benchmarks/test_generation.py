@@ -144,7 +144,7 @@ def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path, capsys):
         command = "generation --device cpu --model tiny --prompt 4 --tokens 4 --rounds 1 --batch 1 --weights"
         monkeypatch.setattr(sys, "argv", [*command.split(), "bf16", "NVFP4", "--out", str(tmp_path), "--ways", *more])
         generation.main()
-        content = json.loads((tmp_path / "cpu/generation_tiny.json").read_text())
+        content = json.loads((tmp_path / "cpu/generation_tiny_4.json").read_text())
         assert content["versions"]["transformers"] and content["tokens"] == 4
         return {row["name"]: row for row in content["rows"]}, capsys.readouterr().out
 
@@ -158,8 +158,9 @@ def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path, capsys):
     assert found.items() >= some.items() and "NVFP4; native; batch 1:" not in printed
     for row in found.values():
         assert row["tokens_per_second"] == row["rates"][0]
+        assert row["first_token"] == pytest.approx(4 / row["whole_call"] - 3 / row["rates"][0])
         assert row["share"] == pytest.approx(row["tokens_per_second"] * row["bytes"] / row["copy"])
-    assert "NVFP4; eager" in (tmp_path / "cpu/generation_tiny.txt").read_text()
+    assert "NVFP4; eager" in (tmp_path / "cpu/generation_tiny_4.txt").read_text()
 
 
 def test_the_race_with_llama_cpp(monkeypatch, tmp_path):
