@@ -61,6 +61,13 @@ class Decoder:
 
     def __init__(self, model: Any, by_operators: bool = False, invariant: bool = False) -> None:
         self.model, self.by_operators, self.invariant = model, by_operators, invariant
+        own = vars(model).get("forward")
+        is_kept = own is None or isinstance(own, Decoder) or own == type(model).forward.__get__(model)
+        if not is_kept and "_original_forward" not in vars(model):  # of accelerate, around which there is autocast
+            raise ValueError(
+                f"{type(model).__name__} has a forward of its own, which decode_natively would not call: `del "
+                "model.forward` first, or call decode_natively(model) before it is set"
+            )
         self._reset(self._new_plan())
         self._warn_about_own_forward()
 

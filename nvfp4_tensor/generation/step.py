@@ -45,10 +45,10 @@ def decode_natively(model: PreTrainedModel, enable: bool = True, *, batch_invari
 
     Raises:
         TypeError: not a causal language model of transformers, or on a CPU one of another family.
-        ValueError: the step does not support a weight, activation or size of the model; on CUDA, a model on several
-            devices, with hooks, or without a cache of keys and values; with ``batch_invariant``, a model without a
-            native step, whose activations have one dynamic scale for all tokens, with rotations that depend on the
-            longest text, or on CUDA with experts.
+        ValueError: the step does not support a weight, activation or size of the model, or ``model.forward`` is not
+            that of its class; on CUDA, a model on several devices, with hooks, or without a cache of keys and values;
+            with ``batch_invariant``, a model without a native step, whose activations have one dynamic scale for all
+            tokens, with rotations that depend on the longest text, or on CUDA with experts.
 
     Example::
 
