@@ -162,8 +162,9 @@ def largest_of(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def uniforms(seed: int, count: int, texts: Sequence[int], first: int = 0) -> Tensor:
     """Return random numbers in [0, 1), float64 (count, texts) on the CPU: those of calls ``first`` and following."""
-    index = torch.arange(first, first + count)[:, None] * (1 << 20) + torch.tensor(texts, dtype=torch.int64)
-    bits = _mixed(_mixed(torch.tensor(_signed(seed), dtype=torch.int64)) + index)
+    with torch.device("cpu"):  # whatever the default device is
+        index = torch.arange(first, first + count)[:, None] * (1 << 20) + torch.tensor(texts, dtype=torch.int64)
+        bits = _mixed(_mixed(torch.tensor(_signed(seed), dtype=torch.int64)) + index)
     return (bits >> 64 - BITS & (1 << BITS) - 1).double() / (1 << BITS)
 
 

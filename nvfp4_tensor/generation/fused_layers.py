@@ -68,7 +68,8 @@ def flatten(model: Model) -> StepArguments:
         row, floats = block.kinds | {"parts": bits, "norm": style}, block.numbers | {"eps": eps}
         kinds.append([row[name] for name in KINDS])
         numbers.append([floats[name] for name in NUMBERS])
-    return StepArguments(weights, torch.tensor(kinds, dtype=torch.int64), torch.tensor(numbers, dtype=torch.float64))
+    rows = torch.tensor(kinds, dtype=torch.int64, device="cpu")
+    return StepArguments(weights, rows, torch.tensor(numbers, dtype=torch.float64, device="cpu"))
 
 
 class CpuLayers:

@@ -187,7 +187,7 @@ class _Table:
     """cos and sin (count, rotary) of the first positions, and the frequencies that they were computed from."""
 
     def __init__(self, rotary: Rotary, like: Tensor, count: int) -> None:
-        cos, sin = rotary.cos_sin(like, torch.arange(count)[None])
+        cos, sin = rotary.cos_sin(like, torch.arange(count, device=like.device)[None])
         self.cos, self.sin = cos[0], sin[0]
         self._module, self._frequencies = rotary.module, rotary.frequencies.clone()
         self._scaling = rotary.scaling

@@ -105,7 +105,7 @@ def generate(
         stop_tokens = _end_of_sequence(model)
     stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
     writer = _Writer(model, ids, sampling, max_new_tokens, cache, padding)
-    return _texts(writer, torch.tensor(stops, dtype=torch.int64))
+    return _texts(writer, torch.tensor(stops, dtype=torch.int64, device="cpu"))
 
 
 def _padding(mask: Tensor, ids: Tensor, before: int) -> Padding | None:
@@ -178,8 +178,9 @@ class _Writer:
                 self.cache = self.decoder.new_cache(length) if cache is None else cache
             self.chooser.in_use = True
         ahead = AHEAD if _runs_ahead(ids) and (cache is None or _can_drop_tokens(cache)) else 0
-        self._slots = [torch.empty((batch,), dtype=torch.int64, pin_memory=ids.is_cuda) for _ in range(ahead + 1)]
-        self._latest = torch.zeros((batch,), dtype=torch.int64)
+        with torch.inference_mode(False), torch.device("cpu"):  # whatever the caller's mode and default device are
+            self._slots = [torch.empty((batch,), dtype=torch.int64, pin_memory=ids.is_cuda) for _ in range(ahead + 1)]
+            self._latest = torch.zeros((batch,), dtype=torch.int64)
         self._next: Tensor | None = None
         self._last: Any = None
 
@@ -206,9 +207,10 @@ class _Writer:
         """Return the tokens of all texts: the latest of those that had ended before."""
         if event is not None:
             event.synchronize()
-        self._latest = (
-            slot.clone() if texts is None else self._latest.index_copy(0, torch.tensor(texts, dtype=torch.int64), slot)
-        )
+        if texts is None:
+            self._latest = slot.clone()
+        else:
+            self._latest = self._latest.index_copy(0, torch.tensor(texts, dtype=torch.int64, device="cpu"), slot)
         return self._latest
 
     @torch.no_grad()

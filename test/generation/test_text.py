@@ -71,7 +71,9 @@ def test_as_transformers_writes(device):
     """And without decode_natively, which leaves nothing in the model."""
     model, ids = model_on(device, "Mistral"), prompt(device=device)
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)[:, 8:]
-    assert torch.equal(written(model, ids), expected.cpu())
+    with torch.device("meta"):  # the caller's default, which neither plans nor tokens take
+        tokens = written(decode_natively(model), ids)
+    assert torch.equal(tokens, expected.cpu())
     plain = tiny_model("Llama").to(device)
     before = set(vars(plain))
     assert ties(plain, ids, written(plain, ids)).max() < 0.1 and set(vars(plain)) == before
@@ -85,6 +87,10 @@ def test_the_same_seed_writes_the_same_text(options, device):
     first = written(model, ids, seed=1, **options)
     assert torch.equal(written(model, ids, seed=1, **options), first)
     assert torch.equal(written(model, ids, 7, seed=1, **options), first[:, :7])
+    text = generate(model, ids, max_new_tokens=12, seed=1, **options)
+    with torch.inference_mode(), torch.device("meta"):
+        begun = next(text)
+    assert torch.equal(torch.stack([begun, *text], 1), first)
     assert not torch.equal(written(model, ids, seed=2, **options), first)
     # Rows of equal prompts are drawn independently.
     assert len(set(map(tuple, written(model, ids[:1].expand(3, -1), seed=1, **options).tolist()))) == 3
