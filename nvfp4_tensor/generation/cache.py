@@ -132,11 +132,7 @@ class NVFP4CacheLayer(Layer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if key_states.shape[:2] != (self.batch, self.heads):
-            raise ValueError(
-                f"the cache has (batch, heads) ({self.batch}, {self.heads}), and got {tuple(key_states.shape)}: make a "
-                "new cache, or reset() this one"
-            )
+        self._check_fits(key_states, self.heads)
         keys, values = self._states
         if keys.stored and torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             warn_user(

@@ -168,14 +168,19 @@ class FixedLayer(Layer):
             self._lend_back()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append keys and values (batch, heads, n, head_dim). Return those of all tokens."""
+        """Append keys and values (batch, heads, n, head_dim). Return those of all tokens.
+
+        Raises:
+            ValueError: the batch size or the number of heads has changed.
+        """
         self._check_is_of_all()
         self._undo_narrowing()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        assert self.buffers is not None
+        self._check_fits(key_states, self.buffers[0].shape[1])
         start, end = self.length, self.length + key_states.shape[-2]
         self.reserve(end)
-        assert self.buffers is not None
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = new
         self.length = end

@@ -55,6 +55,14 @@ class Layer(DynamicLayer):
         if value is not None and value.numel():
             raise RuntimeError("keys and values of this cache are its own: append tokens by update(), or crop() them")
 
+    def _check_fits(self, key_states: Tensor, heads: int) -> None:
+        """Raise a ValueError before a write of other texts, or of another model."""
+        if key_states.shape[:2] != (self.batch, heads):
+            raise ValueError(
+                f"the cache has (batch, heads) ({self.batch}, {heads}), and got {tuple(key_states.shape)}: make a new "
+                "cache, or reset() this one"
+            )
+
     def _undo_narrowing(self) -> None:
         """Put all texts back, for a reader of this layer."""
         if self.narrowed is not None:

@@ -50,6 +50,16 @@ def test_buffers_are_lent_again():
     assert other.layers[0].buffers[0].data_ptr() not in addresses
 
 
+def test_other_texts_are_not_appended():
+    """One text would be written into all three, and its layer have more tokens than the next."""
+    cache = FixedCache(2, 10)
+    append([cache], 4, batch=3)
+    for shape in ({"batch": 1}, {"heads": 1}):
+        with pytest.raises(ValueError, match=r"the cache has \(batch, heads\) \(3, 3\), and got .* make a new cache"):
+            cache.update(*states(2, **{"batch": 3} | shape), 0)
+    assert [each.length for each in cache.layers] == [4, 4]
+
+
 def test_a_static_view_has_the_same_buffers():
     fixed = FixedCache(2, 10)
     append([fixed], 12)
