@@ -181,6 +181,9 @@ class Decoder:
             self.counts = self.counts._replace(transformers=self.counts.transformers + 1)
         return self.own_forward(*args, **kwargs)
 
+    __code__ = __call__.__code__
+    """Where a forward is defined, which torch.export reads."""
+
     def count(self) -> None:
         """Count a call that was native."""
         self.counts = self.counts._replace(native=self.counts.native + 1)

@@ -127,7 +127,9 @@ def test_other_calls(way, natively, steps, tmp_path):
     with torch.no_grad():
         hidden = [each.model(ids, torch.ones_like(ids)).last_hidden_state for each in (model, plain)]
         compiled = torch.compile(model, backend="eager")(ids, use_cache=False).logits
+        exported = torch.export.export(model, (ids,), {"use_cache": False}).module()(ids, use_cache=False).logits
         assert torch.equal(*hidden) and torch.equal(compiled, plain(ids, use_cache=False).logits)
+        assert torch.equal(exported, compiled)
         model(ids, **{CACHE: cache})
         output = model(ids[:, :1], **{CACHE: cache}, labels=ids[:, :1])
         assert output.loss is not None and cache.get_seq_length() == 9
