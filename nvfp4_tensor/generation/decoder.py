@@ -402,6 +402,7 @@ class Decoder:
             and not torch.is_grad_enabled()
             and "prepare_inputs_for_generation" not in vars(model)  # set by peft's prefixes, for a dynamic cache
             and not torch.is_autocast_enabled(device.type)  # under which keys and values differ in dtype
+            and not self._is_compiled()
             and self.plan() is not None
         ):
             arguments[CACHE] = self.new_cache(length)
@@ -410,6 +411,13 @@ class Decoder:
         stops = getattr(config, "_eos_token_tensor", None)
         if stops is not None and mode in _TOKEN_BY_TOKEN and type(cache_in(arguments)) is FixedCache:
             arguments[ENDINGS] = Endings(stops)
+
+    def _is_compiled(self) -> bool:
+        """Return, with a warning, whether ``model.compile()`` lets a compiled forward take all tokens."""
+        is_compiled = self.model._compiled_call_impl is not None
+        if is_compiled:
+            self._warn_that("model.compile() was called (copy.deepcopy(model) is not compiled)")
+        return is_compiled
 
     def next_arguments(self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Make the next mask in ``generate``, whose padding is that of the last one."""

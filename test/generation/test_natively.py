@@ -219,6 +219,16 @@ def test_a_change_is_named_once_and_may_be_undone(natively, steps):
     assert steps == [8, 9, 10]
 
 
+def test_a_compiled_forward_takes_the_tokens(natively, steps):
+    model = natively(tiny_model("Llama", num_hidden_layers=1))
+    model.compile(backend="eager")
+    with pytest.warns(UserWarning, match=r"not .*: model.compile\(\) was called \(copy.deepcopy\(model\)"):
+        tokens = written(model, prompt(model), 3)[0]
+    assert not steps and not gaps(model, tokens, 3).any()
+    assert_writes_its_own(copy.deepcopy(model), prompt(model), count=3)
+    assert steps == [8, 9]
+
+
 @pytest.mark.parametrize("copied", [
     copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)),
 ], ids=["deepcopy", "pickle"])  # fmt: skip
