@@ -207,6 +207,8 @@ class Decoder:
         if position_ids is not None and tuple(position_ids.shape) not in ((1, input_ids.shape[1]), (*input_ids.shape,)):
             return None
         padding = None if mask is None else self.padding_of(mask)
+        if padding is not None and padding.most == position + input_ids.shape[1]:
+            return None  # a text without tokens so far, in a prompt that is read in chunks
         if input_ids.shape[1] > 1 or not position:
             logits = self._read(cache, input_ids, position_ids, padding, others.get("logits_to_keep", 0))
             return None if logits is None else self._output(logits, kept)
@@ -474,7 +476,7 @@ def padding_of(mask: Tensor) -> tuple[bool, Padding | None]:
     starts = mask.shape[1] - ones.sum(-1)
     is_left = ((ones.long().cumsum(-1) > 0) == ones).all()
     only_left, most = torch.stack((is_left, starts.max())).tolist()
-    return bool(only_left) and most < mask.shape[1], Padding(starts, most) if most else None
+    return bool(only_left), Padding(starts, most) if most else None
 
 
 def _version(mask: Tensor) -> int | None:

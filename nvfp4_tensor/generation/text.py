@@ -116,6 +116,8 @@ def _padding(mask: Tensor, ids: Tensor, before: int) -> Padding | None:
     is_left, padding = padding_of(mask)
     if not is_left:
         raise ValueError("attention_mask has padding after or in a prompt: set tokenizer.padding_side = 'left'")
+    if padding is not None and padding.most == mask.shape[1]:
+        raise ValueError(f"attention_mask is 0 in all of text {int(padding.starts.argmax())}: a prompt needs a token")
     return padding
 
 

@@ -209,6 +209,7 @@ def test_a_model_that_changes(device):
     ({"max_new_tokens": 0}, "max_new_tokens must be a positive integer"), ({"top_k": 5}, "set temperature"),
     ({"temperature": 1.0, "seed": [1, 2]}, "one for each of the 1 texts"),
     ({"train": True}, r"call model.eval\(\) first"),
+    ({"ids": prompt(2), "attention_mask": torch.tensor([[1] * 8, [0] * 8])}, "is 0 in all of text 1: a prompt needs"),
 ])  # fmt: skip
 def test_invalid_arguments_raise_at_the_call(change, message):
     arguments = {"ids": prompt(), "max_new_tokens": 4, **change}
