@@ -61,9 +61,7 @@ class Decoder:
 
     def __init__(self, model: Any, by_operators: bool = False, invariant: bool = False) -> None:
         self.model, self.by_operators, self.invariant = model, by_operators, invariant
-        own = vars(model).get("forward")
-        is_kept = own is None or isinstance(own, Decoder) or own == type(model).forward.__get__(model)
-        if not is_kept and "_original_forward" not in vars(model):  # of accelerate, around which there is autocast
+        if _has_own_forward(model):
             raise ValueError(
                 f"{type(model).__name__} has a forward of its own, which decode_natively would not call: `del "
                 "model.forward` first, or call decode_natively(model) before it is set"
@@ -437,6 +435,15 @@ class Decoder:
         if description is not None and description.has_router_logits:
             return MoeCausalLMOutputWithPast(logits=logits, **{CACHE: cache})
         return CausalLMOutputWithPast(logits=logits, **{CACHE: cache})
+
+
+def _has_own_forward(model: Any) -> bool:
+    """Return whether a forward was set on the model that is neither ours nor, but for autocast, that of its class."""
+    own, of_class = vars(model).get("forward"), type(model).forward
+    if own is None or isinstance(own, Decoder) or "_original_forward" in vars(model):  # accelerate's, with autocast
+        return False
+    # accelerate takes its wrappers off with those of transformers.
+    return getattr(own, "__func__", None) not in (of_class, inspect.unwrap(of_class))
 
 
 def is_given(value: Any) -> bool:
