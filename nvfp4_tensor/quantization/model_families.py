@@ -105,5 +105,12 @@ only to experts."""
 MIXTRAL_EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """The names of an expert's weights in checkpoints of :data:`MIXTRAL_TYPES`."""
 
+EXPERTS_IN_FILES: tuple[dict[str, str], ...] = (
+    {},
+    MIXTRAL_EXPERTS,
+    {"gate_proj": "fc1", "up_proj": "fc3", "down_proj": "fc2"},
+)
+"""The names of an expert's weights in checkpoints of any family, the last those of Dots 3's vision."""
+
 MIXTRAL_TYPES = ("mixtral", "minimax", "minimax_m2")
 """Values of model_type whose checkpoints call ``mlp`` ``block_sparse_moe`` and use :data:`MIXTRAL_EXPERTS`."""

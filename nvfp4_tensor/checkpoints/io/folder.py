@@ -72,17 +72,23 @@ class FolderCheckpoint(Checkpoint):
         self.entries = dict(sorted(entries.items(), key=lambda item: (order[str(item[1].shard)], natural(item[0]))))
 
     def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
-        return self.decoded(name, self.shards) if self.entries[name].is_coded else self.shards[name]
+        return self.decoded(name, self.shards)
 
     def per_tensor_scale(self, name: str) -> Tensor:
         if self.entries[name].group != BLOCK:  # it follows from the block scales and codes of MXFP4
             return self.linear(name).per_tensor_scale
-        return self.decoded(name, self._numbers(self._format.layout.keys_of(name))).per_tensor_scale
+        return self.decoded(name, self._numbers(name)).per_tensor_scale
 
-    def _numbers(self, keys: Mapping[str, str]) -> dict[str, Tensor]:
+    def keys_of(self, name: str) -> list[str]:
+        """Return the names of the tensors of a weight, of those that are there."""
+        entry = self.entries[name]
+        keys = fp8.keys_of(name) if entry.fp8 else self._format.layout.keys_of(name) if entry.quantized else {"": name}
+        return [key for key in keys.values() if key in self.shards.info]
+
+    def _numbers(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of a weight, with those of one byte per element (codes, block scales) on the meta
         device."""
-        found = {key: self.shards.info[key] for key in keys.values() if key in self.shards.info}
+        found = {key: self.shards.info[key] for key in self.keys_of(name)}
         return {
             key: self.shards[key]
             if info.dtype.itemsize > 1
@@ -91,8 +97,10 @@ class FolderCheckpoint(Checkpoint):
         }
 
     def decoded(self, name: str, tensors: Mapping[str, Tensor]) -> Any:
-        """Return a weight in NVFP4 or FP8, from its tensors in the files or elsewhere."""
+        """Return a weight, from its tensors in the files or elsewhere."""
         entry = self.entries[name]
+        if not entry.is_coded:
+            return tensors[name]
         with naming(self.path / str(entry.shard) if self.path.is_dir() else self.path, name):
             if entry.fp8:
                 return fp8.decode(name, tensors, entry)
@@ -106,7 +114,7 @@ class FolderCheckpoint(Checkpoint):
         elif len(entry.shape) > 2:
             yield from chunks_of(self.dense(name), rows)
         else:
-            scale, first = self.decoded(name, self._numbers(fp8.keys_of(name))).scale, 0
+            scale, first = self.decoded(name, self._numbers(name)).scale, 0
             for codes in self.shards.chunks(name, rows):
                 yield decode(codes, scale, entry.fp8.block, entry.dtype, first)
                 first += len(codes)

@@ -5,16 +5,15 @@ transformers renames tensors when it loads and when it saves. These functions us
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
-def names_in_model(model: object, names: Iterable[str]) -> dict[str, str]:
+def names_in_model(model: object, names: Collection[str]) -> dict[str, str]:
     """Return a mapping from names in the model to ``names`` in files, for those that differ.
 
-    Parameters that stack experts are mapped to the name that they would have in files.
+    Parameters that join several tensors (experts; q, k and v) are mapped to the name that they would have in files.
     """
     conversions = _conversions(model)
     if conversions is None:
@@ -23,15 +22,26 @@ def names_in_model(model: object, names: Iterable[str]) -> dict[str, str]:
 
     known: Any = model
     prefix, state = known.base_model_prefix, known.state_dict(keep_vars=True)
-    renamed = ((rename_source_key(name, conversions, [], prefix, state)[0], name) for name in names)
-    found = {ours: theirs for ours, theirs in renamed if ours != theirs}
-    experts = {_EXPERT.sub("", ours): _EXPERT.sub("", theirs) for ours, theirs in found.items()}
-    stacked = (name for name in state if (parent := name.rpartition(".")[0]).endswith(".experts") and parent in experts)
-    return found | {name: f"{experts[name.rpartition('.')[0]]}.{name.rpartition('.')[2]}" for name in stacked}
+    own = {_holder(name) for name in state}
+
+    def renamed(name: str) -> str:
+        new: str = rename_source_key(name, conversions, [], prefix, state)[0]
+        if new in state or _holder(new) in own:
+            return new
+        # transformers adds or removes the prefix of names that the model has, but not of parts that it joins.
+        other = new.removeprefix(f"{prefix}.") if new.startswith(f"{prefix}.") else f"{prefix}.{new}"
+        return other if _holder(other) in own else new
+
+    found = {ours: name for name in names if (ours := renamed(name)) != name}
+    holders = {_holder(ours): _holder(theirs) for ours, theirs in found.items()}
+    others = ((name, _holder(name)) for name in state if name not in found and name not in names)
+    return found | {name: holders[h] + name.removeprefix(h) for name, h in others if h in holders}
 
 
-_EXPERT = re.compile(r"(?<=\.experts)\.\d+\..*")
-"""The end of the name of one of the experts, which models stack to one parameter."""
+def _holder(name: str) -> str:
+    """Return the module that has the joined parameter, or the linears, that a tensor of this name belongs to."""
+    before, experts, _ = name.partition(".experts.")
+    return f"{before}.experts" if experts else ".".join(name.split(".")[:-2])
 
 
 def names_in_files(model: object, names: Iterable[str]) -> dict[str, str]:

@@ -13,11 +13,10 @@ from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, read
-from nvfp4_tensor.checkpoints.models.hf_names import names_in_model
 from nvfp4_tensor.checkpoints.models.origins import (
     Origin,
     gather,
-    origin_of,
+    origins_in_model,
     pre_scales_of,
     read_pre_scale,
     shape_of,
@@ -88,7 +87,8 @@ def load(
 def load_open(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, progress: bool = True) -> None:
     """Load an open checkpoint into a model, as :func:`load` does."""
     slots, loaded, checkpoint = _slots(model), {}, RowsApart(checkpoint)
-    plan = _plan(slots, checkpoint, strict, names_in_model(model, checkpoint.entries))
+    tensors = {name: slot.tensor for slot in slots.values() for name in slot.holders}
+    plan = _plan(slots, checkpoint, strict, origins_in_model(model, tensors, checkpoint.entries))
     name_of_file = "" if checkpoint.path is None else checkpoint.path.name
     for name, origin in tqdm(plan.items(), desc=f"loading {name_of_file}", unit="tensor", disable=not progress):
         loaded[name] = (*_read(slots[name], origin, checkpoint), read_pre_scale(origin, checkpoint))
@@ -98,7 +98,7 @@ def load_open(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Slot:
+class Slot:
     """A parameter or persistent buffer, and by its names in the model the modules that share it."""
 
     tensor: Tensor
@@ -121,20 +121,20 @@ class _Slot:
         return (*shape[:-2], shape[-1], shape[-2]) if differs else shape
 
 
-def _slots(model: nn.Module) -> dict[str, _Slot]:
+def _slots(model: nn.Module) -> dict[str, Slot]:
     """Return the parameters and persistent buffers of a model by the first name of each.
 
     Raises:
         ValueError: another buffer is on the meta device, which no checkpoint has values for.
     """
-    by_id: dict[int, _Slot] = {}
+    by_id: dict[int, Slot] = {}
     for path, module in model.named_modules():
         for attribute, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             name = f"{path}.{attribute}" if path else attribute
             if tensor is None or attribute == PRE_SCALE:  # it comes and goes with its weight
                 continue
             if attribute not in module._non_persistent_buffers_set:
-                by_id.setdefault(id(tensor), _Slot(tensor, {})).holders[name] = (module, attribute)
+                by_id.setdefault(id(tensor), Slot(tensor, {})).holders[name] = (module, attribute)
             elif tensor.is_meta:
                 raise ValueError(
                     f"{name} is on the meta device and not in checkpoints: make the model with "
@@ -144,7 +144,7 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
     return {next(iter(slot.holders)): slot for slot in by_id.values()}
 
 
-def _tie(model: nn.Module, by_id: dict[int, _Slot]) -> None:
+def _tie(model: nn.Module, by_id: dict[int, Slot]) -> None:
     """Join parameters that transformers ties. On the meta device they are separate until then."""
     by_name = {name: slot for slot in by_id.values() for name in slot.holders}
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -156,25 +156,21 @@ def _tie(model: nn.Module, by_id: dict[int, _Slot]) -> None:
 
 
 def _plan(
-    slots: dict[str, _Slot], checkpoint: Checkpoint, strict: bool, renamed: Mapping[str, str]
+    slots: dict[str, Slot], checkpoint: Checkpoint, strict: bool, found: Mapping[str, Origin]
 ) -> dict[str, Origin]:
-    """Return the origin of each slot, checked against the headers.
-
-    renamed: names in the file by names in the model, for those that differ.
-    """
+    """Return the origin of each slot, of those that were found by name, checked against the headers."""
     plan: dict[str, Origin] = {}
     used: set[str] = set()
     missing = []
     for first, slot in slots.items():
-        names = [renamed.get(name, name) for name in slot.holders]
-        origins = [o for name in names if (o := origin_of(name, slot.tensor.dim(), checkpoint.entries))]
+        origins = [found[name] for name in slot.holders if name in found]
         used.update(name for o in origins for name in (*o.names, *pre_scales_of(o, checkpoint.entries)))
         if not origins:
             missing.append(first)
             continue
         plan[first] = origins[0]
         for origin in origins:
-            _check_slot(slot, origin, checkpoint)
+            check_slot(slot, origin, checkpoint)
     unexpected = [name for name in checkpoint.entries if name not in used and not name.endswith(_IGNORED)]
     wanted = missing if strict else [name for name in missing if slots[name].tensor.is_meta]
     if wanted or (strict and unexpected):
@@ -186,7 +182,8 @@ def _plan(
     return plan
 
 
-def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
+def check_slot(slot: Slot, origin: Origin, checkpoint: Checkpoint) -> None:
+    """Raise a ValueError if the tensors of a checkpoint do not fit a parameter, from the headers."""
     name, entry = next(iter(slot.holders)), checkpoint.entries[origin.names[0]]
     file = entry.shard or checkpoint.path
     try:
@@ -194,7 +191,10 @@ def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
     except ValueError as error:
         raise ValueError(f"{file}: {name}: {error}") from None
     if shape != (expected := slot.stored_shape(entry.is_coded)):
-        raise ValueError(f"{file}: tensor {origin.names[0]}: expected {list(expected)}, found {list(shape)}")
+        raise ValueError(
+            f"{file}: tensor {origin.names[0]}: expected {list(expected)}, found {list(shape)} for {name}: make the "
+            "model with the config.json of the checkpoint"
+        )
     if not entry.is_coded:
         if slot.tensor.dtype.is_floating_point and not entry.dtype.is_floating_point:
             raise ValueError(
@@ -214,7 +214,7 @@ def _check_slot(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> None:
             )
 
 
-def _read(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, Origin]:
+def _read(slot: Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, Origin]:
     """Return the tensor for the model, on its device, and its origin."""
     device = torch.device("cpu") if slot.tensor.is_meta else slot.tensor.device
     value, origin = gather(origin, checkpoint)
@@ -229,7 +229,7 @@ def _read(slot: _Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, 
     return value.to(device, slot.tensor.dtype if floating else None), origin
 
 
-def _assign(slot: _Slot, tensor: Tensor, origin: Origin, scale: Tensor | None) -> None:
+def _assign(slot: Slot, tensor: Tensor, origin: Origin, scale: Tensor | None) -> None:
     """Set the tensor in all modules that share it. This cannot fail."""
     coded, value = isinstance(tensor, CodedTensor), tensor
     if isinstance(slot.tensor, nn.Parameter):

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.io.sidecar import with_factors
+from nvfp4_tensor.checkpoints.models.hf_names import names_in_model
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
 from nvfp4_tensor.checkpoints.understood import has_pre_scale, pre_scale_of
 from nvfp4_tensor.quantization.experts import expert_group, in_mixtral
-from nvfp4_tensor.quantization.model_families import JOINED_AS, MIXTRAL_EXPERTS
+from nvfp4_tensor.quantization.model_families import EXPERTS_IN_FILES, JOINED_AS
 from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.fp8 import E4M3, FP8Tensor
 
@@ -62,8 +63,14 @@ class Origin:
         return tuple(shape[:-1]) == ((len(self.groups), rows) if self.stacked else (rows,)) or tuple(shape) == (rows,)
 
 
-def origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origin | None:
-    """Return the origin of the parameter ``name`` of a model, or None if the checkpoint does not have it."""
+def origins_in_model(model: object, tensors: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> dict[str, Origin]:
+    """Return the origins of the parameters ``tensors`` of a model, of those that the checkpoint has."""
+    renamed = names_in_model(model, entries)
+    found = {name: _origin_of(renamed.get(name, name), tensor.dim(), entries) for name, tensor in tensors.items()}
+    return {name: origin for name, origin in found.items() if origin is not None}
+
+
+def _origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origin | None:
     for each in (name, in_mixtral(name)):
         if each in entries:
             return Origin(((each,),))
@@ -76,7 +83,8 @@ def origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origi
 
 def _groups(name: str, dimensions: int, names: Container[str]) -> list[tuple[str, ...]]:
     if dimensions == 3:
-        return _expert_groups(name, names) or _expert_groups(in_mixtral(name), names, MIXTRAL_EXPERTS)
+        called = itertools.product((name, in_mixtral(name)), EXPERTS_IN_FILES)
+        return next((groups for each in called if (groups := _expert_groups(each[0], names, each[1]))), [])
     module, _, attribute = name.rpartition(".")
     prefix, _, last = module.rpartition(".")
     parts = JOINED_AS.get(last, ())
@@ -84,7 +92,7 @@ def _groups(name: str, dimensions: int, names: Container[str]) -> list[tuple[str
     return [group] if len(group) > 1 and all(each in names for each in group) else []
 
 
-def _expert_groups(name: str, names: Container[str], called: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
+def _expert_groups(name: str, names: Container[str], called: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Return the group of each expert that the checkpoint has, from expert 0 on."""
     groups: list[tuple[str, ...]] = []
     while (group := expert_group(name, len(groups), called)) and all(each in names for each in group):

@@ -22,14 +22,14 @@ from transformers.core_model_loading import (
 )
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
-from nvfp4_tensor.checkpoints.formats import fp8, modelopt
+from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.origins import Origin, gather, read_pre_scale
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
 from nvfp4_tensor.checkpoints.wrappers import View
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, ModelOptConfig
-from nvfp4_tensor.integrations.transformers.experts import keep_origin, missing_joins, quantized_origins
+from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_to_read
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.experts import is_transposed
@@ -50,7 +50,7 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
     def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.origins: dict[str, Origin] = {}
-        self._conversions: list[WeightConverter] = []
+        self._conversion: WeightConverter | None = None
         self._pre_scales: dict[str, Tensor | None] = {}
 
     def _process_model_before_weight_loading(
@@ -58,12 +58,11 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
     ) -> None:
         if not checkpoint_files:
             raise ValueError("an NVFP4 checkpoint cannot be loaded from a state_dict: pass its folder")
-        format = self.quantization_config.checkpoint_format
-        checkpoint = format.read(Path(checkpoint_files[0]).parent)
-        entries = checkpoint.entries
-        self.origins = quantized_origins(model, checkpoint)
-        self.weights = set(self.origins)
-        self.fp8 = {name for name, each in self.origins.items() if entries[each.names[0]].fp8}
+        checkpoint = self.quantization_config.checkpoint_format.read(Path(checkpoint_files[0]).parent)
+        self.origins = origins_to_read(model, checkpoint)
+        first = {name: checkpoint.entries[each.names[0]] for name, each in self.origins.items()}
+        self.weights = {name for name, entry in first.items() if entry.is_coded}
+        self.fp8 = {name for name, entry in first.items() if entry.fp8}
         for module in [module for path, module in model.named_modules() if f"{path}.weight" in self.weights]:
             as_linear(module)
         with torch.device("cpu"):  # transformers makes models on the meta device
@@ -72,15 +71,10 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
             key: target
             for target, origin in self.origins.items()
             for name in origin.names
-            for key in (fp8.keys_of if entries[name].fp8 else format.layout.keys_of)(name).values()
-            if key in checkpoint.shards.info
+            for key in checkpoint.keys_of(name)
         }
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-        # First: of the converters that match a tensor, transformers takes one.
-        self._conversions = [
-            CodedTensors(Deserialize(self, checkpoint), targets, renamings),
-            *missing_joins(model, entries),
-        ]
+        self._conversion = NamedTensors(Deserialize(self, checkpoint), targets, renamings)
         # Scales of an FP8 cache belong to no parameter of the model, and transformers' caches do not use them. Those of
         # inputs are set at the end.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
@@ -90,14 +84,14 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], model: PreTrainedModel
     ) -> list[WeightTransform]:
-        """Add the converter to NVFP4 weights, and those that join dense weights where transformers has none."""
-        return [*self._conversions[:1], *weight_conversions, *self._conversions[1:]]
+        """Add our converter, as the first: of those that match a tensor, transformers takes one."""
+        return [*([self._conversion] if self._conversion else []), *weight_conversions]
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         # Saving writes plain tensors, so ours must not be reverted; others must be.
         conversions: Any = model._weight_conversions
-        model._weight_conversions = [each for each in conversions if not any(each is own for own in self._conversions)]  # type: ignore
-        self._conversions = []
+        model._weight_conversions = [each for each in conversions if each is not self._conversion]  # type: ignore
+        self._conversion = None
         for name, scale in self._pre_scales.items():
             if scale is not None:
                 linear = model.get_submodule(name.rpartition(".")[0])
@@ -107,8 +101,8 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         check_complete(model)
 
 
-class CodedTensors(WeightConverter):
-    """Collect the tensors of each NVFP4 parameter by their full names, also where it is joined of several weights."""
+class NamedTensors(WeightConverter):
+    """Collect the tensors of each parameter with an origin by their full names."""
 
     __slots__ = ("keys",)
 
@@ -119,10 +113,10 @@ class CodedTensors(WeightConverter):
         self.keys = {apply_renamings(key, renamings): (target, key) for key, target in targets.items()}
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """Return (parameter, tensor name), or (source_key, None) for other tensors than those of NVFP4 weights."""
+        """Return (parameter, tensor name), or (source_key, None) for other tensors."""
         return self.keys.get(source_key, (source_key, None))
 
-    def __deepcopy__(self, memo: dict) -> CodedTensors:
+    def __deepcopy__(self, memo: dict) -> NamedTensors:
         """Return a copy without tensors, which shares the names: transformers makes one for every tensor."""
         copied = copy.copy(self)
         copied.collected_tensors, copied.layer_targets = defaultdict(list), defaultdict(set)
@@ -130,7 +124,7 @@ class CodedTensors(WeightConverter):
 
 
 class Deserialize(ConversionOps):
-    """Convert the plain tensors of a parameter, by their names in the checkpoint, to an NVFP4Tensor or FP8Tensor.
+    """Convert the plain tensors of a parameter, by their names in the checkpoint, to what :func:`load` makes of them.
 
     Attributes:
         hf_quantizer: the quantizer; transformers does not cast the inputs of an operation that has one.
@@ -148,7 +142,8 @@ class Deserialize(ConversionOps):
         dtype = model.get_parameter(full_layer_name).dtype
         tensors = {name: collected[0] for name, collected in input_dict.items()}
         parts, origin = gather(self.hf_quantizer.origins[full_layer_name], _Collected(self.checkpoint, tensors))
-        assert isinstance(parts, LinearParts | FP8Tensor)
+        if not isinstance(parts, LinearParts | FP8Tensor):
+            return {full_layer_name: parts.to(dtype)}
         if not self.hf_quantizer.quantization_config.quantize_activations:
             parts = parts.weight_only()
         weight: Tensor = parts.to(dtype) if isinstance(parts, FP8Tensor) else tensor_of(parts, dtype)
@@ -168,7 +163,7 @@ class _Collected(View):
         super().__init__(source)
         self.tensors = tensors
 
-    def value(self, name: str) -> LinearParts | FP8Tensor:
+    def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
         return self.source.decoded(name, self.tensors)
 
 

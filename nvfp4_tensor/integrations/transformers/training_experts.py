@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from nvfp4_tensor.checkpoints.models.origins import gather
+from nvfp4_tensor.checkpoints.models.origins import gather, origins_in_model, shape_of
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.dispatch.second_quantizer import TRAINED_EXPERTS
-from nvfp4_tensor.integrations.transformers.experts import origins_in_model
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training import RECIPES, Recipe, grouped_linear
 from nvfp4_tensor.training.recipe import resolve
@@ -144,9 +143,10 @@ def _rename(model: Any, state_dict: dict[str, Tensor], prefix: str, *others: Any
     if not foreign:
         return
     checkpoint = ModelCheckpoint(foreign, {})
-    for target, origin in origins_in_model(model, checkpoint.entries, checkpoint).items():
-        if target not in own or f"{prefix}{target}" in state_dict:
+    for target, origin in origins_in_model(model, own, checkpoint.entries).items():
+        if f"{prefix}{target}" in state_dict:
             continue  # torch reports the names as unexpected
+        shape_of(origin, checkpoint.entries)  # an error names those that cannot be joined
         value, _ = gather(origin, checkpoint)
         if isinstance(value, LinearParts):
             continue

@@ -18,9 +18,10 @@ from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.formats.dense import FORMAT as DENSE
 from nvfp4_tensor.checkpoints.formats.table import entries_of
 from nvfp4_tensor.checkpoints.io.safetensors import Shards
+from nvfp4_tensor.checkpoints.models.origins import origins_in_model
 from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
-from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_in_model
+from nvfp4_tensor.integrations.transformers.experts import keep_origin
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.conv1d import as_linear, was_conv1d
@@ -84,9 +85,9 @@ class WhileLoadingQuantizer(NVFP4HfQuantizer):
         if not file.endswith(".safetensors"):
             return
         with DENSE.read(Path(file).parent) as checkpoint:
-            names = [name for name in checkpoint.entries if "experts" in name]
-            for parameter, origin in origins_in_model(model, names, checkpoint).items():
-                if parameter in self.weights and not origin.is_whole:
+            weights = {name: t for name, t in model.named_parameters() if name in self.weights and t.dim() == 3}
+            for parameter, origin in origins_in_model(model, weights, checkpoint.entries).items():
+                if not origin.is_whole:
                     keep_origin(model, parameter, origin)
 
     def get_quantize_ops(self) -> ConversionOps:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import transformers
+from helpers.checkpoint_folders import edit
 from helpers.hub_models import SIZES, assert_kept, from_pretrained, quantized, same_file
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM
 
 from nvfp4_tensor import NVFP4Tensor, checkpoints
 from nvfp4_tensor.checkpoints.quantizing import quantize
@@ -52,6 +53,8 @@ def test_loaded_as_they_are(folder, tmp_path, ids, form, natively):
     with torch.no_grad():
         logits, decoded = exact(ids).logits, exact.dequantize()(ids).logits
     assert (logits - decoded).norm() < 1e-4 * decoded.norm()
+    base = AutoModel.from_pretrained(tmp_path / "nvfp4")  # whose names have no prefix
+    assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
     model.save_pretrained(tmp_path / "again")
     assert form != "modelopt" or same_file(tmp_path / "nvfp4", tmp_path / "again")
     again = load_file(tmp_path / "again/model.safetensors")
@@ -90,11 +93,21 @@ def test_experts_of_a_family_whose_files_stack_them(granite, tmp_path, ids, dens
     assert_kept(model, ids, tmp_path / "nvfp4", decoded=True)
 
 
-def test_experts_of_unknown_names_raise(granite, tmp_path):
-    """transformers would leave them at random values, with a warning."""
-    from_pretrained(granite, None).save_pretrained(tmp_path / "nvfp4")
-    tensors = load_file(tmp_path / "nvfp4/model.safetensors")
-    renamed = {name.replace("gate_proj", "w1").replace("up_proj", "w3"): tensor for name, tensor in tensors.items()}
-    save_file(renamed, tmp_path / "nvfp4/model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"no tensors for .*experts.gate_up_proj.* would keep random"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+@pytest.mark.parametrize("names", [("w1", "w3", "w2"), ("fc1", "fc3", "fc2"), ("linear_1", "linear_2", "linear_3")])
+def test_experts_of_other_names(granite, tmp_path, ids, names):
+    """Those that some family has are read; of unknown ones, transformers would leave them at random values."""
+    model = from_pretrained(granite, None)
+    model.save_pretrained(tmp_path / "nvfp4")
+    called = dict(zip(("gate_proj", "up_proj", "down_proj"), names, strict=True))
+
+    def rename(tensors):
+        for name in [name for name in tensors if ".experts." in name]:
+            expert, part, kind = name.rsplit(".", 2)
+            tensors[f"{expert}.{called[part]}.{kind}"] = tensors.pop(name)
+
+    edit(tmp_path / "nvfp4", rename)
+    if names[0] == "linear_1":
+        with pytest.raises(ValueError, match=r"no tensors for .*experts.gate_up_proj.* would keep random"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+    else:
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")(ids).logits, model(ids).logits)
