@@ -145,7 +145,7 @@ FAULTS = [
     F("dispatch/fp8.py", "if w.spec.activations is None or w.transposed:", "if True:", "tensor/test_fp8.py"),
     F("checkpoints/models/origins.py", "if alike and not height and all(torch.equal(each.scale, first.scale) for each in parts):",
       "if alike and not height:", "integrations/transformers/test_fp8_layers.py"),
-    F("checkpoints/models/loading.py", "(value.to(dtype) if isinstance(value, FP8Tensor)", "(value.values(dtype) if isinstance(value, FP8Tensor)",
+    F("checkpoints/models/loading.py", "= value.to(dtype) if isinstance(value, FP8Tensor)", "= value.values(dtype) if isinstance(value, FP8Tensor)",
       "integrations/transformers/test_fp8_layers.py"),
     F("checkpoints/formats/modelopt.py", "(*leading, rows, 1, columns, 1) if", "(*leading, rows, columns) if",
       "integrations/transformers/test_fp8_layers.py"),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, read
+from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, read
 from nvfp4_tensor.checkpoints.models.origins import (
     Origin,
+    Value,
     gather,
     origins_in_model,
     pre_scales_of,
@@ -91,7 +91,10 @@ def load_open(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, 
     plan = _plan(slots, checkpoint, strict, origins_in_model(model, tensors, checkpoint.entries))
     name_of_file = "" if checkpoint.path is None else checkpoint.path.name
     for name, origin in tqdm(plan.items(), desc=f"loading {name_of_file}", unit="tensor", disable=not progress):
-        loaded[name] = (*_read(slots[name], origin, checkpoint), read_pre_scale(origin, checkpoint))
+        slot, entry = slots[name], checkpoint.entries[origin.names[0]]
+        tensor, origin = read_tensor(slot, origin, entry, checkpoint.value)
+        device = "cpu" if slot.tensor.is_meta else slot.tensor.device
+        loaded[name] = tensor.to(device), origin, read_pre_scale(origin, checkpoint)
     checkpoint.check_unchanged()
     for name, (tensor, origin, scale) in loaded.items():
         _assign(slots[name], tensor, origin, scale)
@@ -119,6 +122,13 @@ class Slot:
         shape, conv1d = tuple(self.tensor.shape), any(is_conv1d(module) for module, _ in self.holders.values())
         differs = self.is_transposed or conv1d if quantized else self.stored_transposed
         return (*shape[:-2], shape[-1], shape[-2]) if differs else shape
+
+
+def slot_of(model: nn.Module, name: str) -> Slot:
+    """Return a parameter of a model under one of its names."""
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    return Slot(getattr(module, attribute), {name: (module, attribute)})
 
 
 def _slots(model: nn.Module) -> dict[str, Slot]:
@@ -214,19 +224,16 @@ def check_slot(slot: Slot, origin: Origin, checkpoint: Checkpoint) -> None:
             )
 
 
-def _read(slot: Slot, origin: Origin, checkpoint: Checkpoint) -> tuple[Tensor, Origin]:
-    """Return the tensor for the model, on its device, and its origin."""
-    device = torch.device("cpu") if slot.tensor.is_meta else slot.tensor.device
-    value, origin = gather(origin, checkpoint)
+def read_tensor(slot: Slot, origin: Origin, entry: Entry, read: Callable[[str], Value]) -> tuple[Tensor, Origin]:
+    """Return the tensor for a parameter, and its origin with the scales of the file; entry: of its first weight."""
+    value, origin = gather(origin, read)
     if isinstance(value, LinearParts | FP8Tensor):
-        dtype = slot.tensor.dtype
-        if dtype not in HIGH_PRECISION_DTYPES:
-            dtype = checkpoint.entries[origin.names[0]].dtype
-        weight = (value.to(dtype) if isinstance(value, FP8Tensor) else tensor_of(value, dtype)).to(device)
+        dtype = slot.tensor.dtype if slot.tensor.dtype in HIGH_PRECISION_DTYPES else entry.dtype
+        weight = value.to(dtype) if isinstance(value, FP8Tensor) else tensor_of(value, dtype)
         return weight.transpose(-2, -1) if slot.is_transposed else weight, origin
     value = value.t().contiguous() if slot.stored_transposed else value
     floating = slot.tensor.dtype.is_floating_point and value.dtype.is_floating_point
-    return value.to(device, slot.tensor.dtype if floating else None), origin
+    return value.to(slot.tensor.dtype if floating else None), origin
 
 
 def _assign(slot: Slot, tensor: Tensor, origin: Origin, scale: Tensor | None) -> None:

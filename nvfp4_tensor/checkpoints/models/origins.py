@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -133,9 +133,9 @@ def _kind(entry: Entry) -> str:
     return f"FP8 (blocks of {entry.fp8.block[1] or 'all'} columns, activations {activations})"
 
 
-def gather(origin: Origin, checkpoint: Checkpoint) -> tuple[Value, Origin]:
+def gather(origin: Origin, read: Callable[[str], Value]) -> tuple[Value, Origin]:
     """Read a parameter: its parts, an FP8Tensor or a dense tensor; and the origin with the scales of the file."""
-    parts: dict[str, Any] = {name: checkpoint.value(name) for name in origin.names}
+    parts: dict[str, Any] = {name: read(name) for name in origin.names}
     values, leading = list(parts.values()), (len(origin.groups), -1) if origin.stacked else (-1,)
     origin = dataclasses.replace(origin, factors={name: kept for name, each in parts.items() if (kept := _kept(each))})
     if origin.is_whole:

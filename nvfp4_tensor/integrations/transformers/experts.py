@@ -15,12 +15,13 @@ from transformers.core_model_loading import (
 )
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
-from nvfp4_tensor.checkpoints.models.loading import ORIGINS, Slot, check_slot
+from nvfp4_tensor.checkpoints.models.loading import ORIGINS, check_slot, slot_of
 from nvfp4_tensor.checkpoints.models.origins import Origin, origins_in_model
 
 
-def origins_to_read(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Origin]:
-    """Return the origins of the parameters with NVFP4 or FP8 weights, and of those that only we join, after checks.
+def origins_to_read(model: PreTrainedModel, checkpoint: Checkpoint) -> tuple[dict[str, Origin], dict[str, str]]:
+    """Return the origins of the parameters with NVFP4 or FP8 weights, and of those that only we join, after checks; and
+    by the names of all such weights their parameters, some of which the model may not have.
 
     The files of GraniteMoE, JetMoE and others have one dense tensor for all experts, so transformers joins none.
     ModelOpt's layout, which ``save_pretrained`` writes, has one NVFP4 weight per expert. Likewise Phi-3's files have
@@ -37,7 +38,7 @@ def origins_to_read(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str,
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     origins = origins_in_model(model, known, entries)
     found = {name: target for target, origin in origins.items() for name in origin.names}
-    chosen: dict[str, Origin] = {}
+    targets: dict[str, str] = {}
     for name, entry in entries.items():
         if not entry.is_coded and (name not in found or origins[found[name]].is_whole):
             continue
@@ -53,12 +54,12 @@ def origins_to_read(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str,
                 )
             if name not in found:
                 raise ValueError(f"{checkpoint.path}: weights of {target} are missing, which {name} is one of")
-        if name in found and (entry.is_coded or pattern is None):
-            chosen[found[name]] = origins[found[name]]
+        if entry.is_coded or pattern is None:
+            targets[name] = found.get(name, target)
+    chosen = {target: origins[target] for target in targets.values() if target in origins}
     for target, origin in chosen.items():
-        path, _, attribute = target.rpartition(".")
-        check_slot(Slot(known[target], {target: (model.get_submodule(path), attribute)}), origin, checkpoint)
-    return chosen
+        check_slot(slot_of(model, target), origin, checkpoint)
+    return chosen, targets
 
 
 def _is_join(converter: WeightConverter) -> bool:

@@ -24,16 +24,16 @@ from transformers.core_model_loading import (
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
-from nvfp4_tensor.checkpoints.models.origins import Origin, gather, read_pre_scale
+from nvfp4_tensor.checkpoints.models.loading import read_tensor, slot_of
+from nvfp4_tensor.checkpoints.models.origins import Origin, read_pre_scale
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
-from nvfp4_tensor.checkpoints.parts import LinearParts, tensor_of
-from nvfp4_tensor.checkpoints.wrappers import View
+from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, ModelOptConfig
 from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_to_read
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
 from nvfp4_tensor.quantization.conv1d import as_linear
-from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.quantization.linear import PRE_SCALE, set_pre_scale
+from nvfp4_tensor.tensor.description import CodedTensor
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -59,7 +59,7 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         if not checkpoint_files:
             raise ValueError("an NVFP4 checkpoint cannot be loaded from a state_dict: pass its folder")
         checkpoint = self.quantization_config.checkpoint_format.read(Path(checkpoint_files[0]).parent)
-        self.origins = origins_to_read(model, checkpoint)
+        self.origins, names = origins_to_read(model, checkpoint)
         first = {name: checkpoint.entries[each.names[0]] for name, each in self.origins.items()}
         self.weights = {name for name, entry in first.items() if entry.is_coded}
         self.fp8 = {name for name, entry in first.items() if entry.fp8}
@@ -67,12 +67,7 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
             as_linear(module)
         with torch.device("cpu"):  # transformers makes models on the meta device
             self._pre_scales = {name: read_pre_scale(origin, checkpoint) for name, origin in self.origins.items()}
-        targets = {
-            key: target
-            for target, origin in self.origins.items()
-            for name in origin.names
-            for key in checkpoint.keys_of(name)
-        }
+        targets = {key: target for name, target in names.items() for key in checkpoint.keys_of(name)}
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
         self._conversion = NamedTensors(Deserialize(self, checkpoint), targets, renamings)
         # Scales of an FP8 cache belong to no parameter of the model, and transformers' caches do not use them. Those of
@@ -139,32 +134,20 @@ class Deserialize(ConversionOps):
     def convert(  # type: ignore[override]  # transformers passes only keyword arguments
         self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
     ) -> dict[str, Any]:
-        dtype = model.get_parameter(full_layer_name).dtype
+        slot, origin = slot_of(model, full_layer_name), self.hf_quantizer.origins[full_layer_name]
         tensors = {name: collected[0] for name, collected in input_dict.items()}
-        parts, origin = gather(self.hf_quantizer.origins[full_layer_name], _Collected(self.checkpoint, tensors))
-        if not isinstance(parts, LinearParts | FP8Tensor):
-            return {full_layer_name: parts.to(dtype)}
-        if not self.hf_quantizer.quantization_config.quantize_activations:
-            parts = parts.weight_only()
-        weight: Tensor = parts.to(dtype) if isinstance(parts, FP8Tensor) else tensor_of(parts, dtype)
-        if is_transposed(model.get_submodule(full_layer_name.rpartition(".")[0])):
-            weight = weight.transpose(-2, -1)
+
+        def read(name: str) -> LinearParts | FP8Tensor | Tensor:
+            value = self.checkpoint.decoded(name, tensors)
+            is_whole = self.hf_quantizer.quantization_config.quantize_activations
+            return value if is_whole or not isinstance(value, LinearParts | FP8Tensor) else value.weight_only()
+
+        weight, origin = read_tensor(slot, origin, self.checkpoint.entries[origin.names[0]], read)
+        if not isinstance(weight, CodedTensor):
+            return {full_layer_name: weight}
         if not origin.is_whole:
             keep_origin(model, full_layer_name, origin)
         return {full_layer_name: parameter_of(model, full_layer_name, weight)}
-
-
-class _Collected(View):
-    """A checkpoint some of whose tensors have already been read."""
-
-    source: FolderCheckpoint
-
-    def __init__(self, source: FolderCheckpoint, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(source)
-        self.tensors = tensors
-
-    def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
-        return self.source.decoded(name, self.tensors)
 
 
 def attach_quantizer(model: PreTrainedModel) -> PreTrainedModel:

@@ -147,7 +147,7 @@ def _rename(model: Any, state_dict: dict[str, Tensor], prefix: str, *others: Any
         if f"{prefix}{target}" in state_dict:
             continue  # torch reports the names as unexpected
         shape_of(origin, checkpoint.entries)  # an error names those that cannot be joined
-        value, _ = gather(origin, checkpoint)
+        value, _ = gather(origin, checkpoint.value)
         if isinstance(value, LinearParts):
             continue
         for name in origin.names:

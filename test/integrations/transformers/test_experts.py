@@ -55,6 +55,11 @@ def test_loaded_as_they_are(folder, tmp_path, ids, form, natively):
     assert (logits - decoded).norm() < 1e-4 * decoded.norm()
     base = AutoModel.from_pretrained(tmp_path / "nvfp4")  # whose names have no prefix
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    options = {"num_hidden_layers": 1, "output_loading_info": True}  # what is left is told of by parameter
+    left = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4", **options)[1]["unexpected_keys"]
+    assert sorted(each for each in left if "experts" in each) == [
+        f"model.layers.1.mlp.experts.{name}" for name in ("down_proj", "gate_up_proj")
+    ]
     model.save_pretrained(tmp_path / "again")
     assert form != "modelopt" or same_file(tmp_path / "nvfp4", tmp_path / "again")
     again = load_file(tmp_path / "again/model.safetensors")
