@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -169,20 +169,12 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 def _watch_outputs(a: nn.Module, b: nn.Module) -> Iterator[dict[str, list[float]]]:
     """Sum the squared norms of the error and of a's output while a runs, for each linear that is NVFP4 in b."""
     sums: dict[str, list[float]] = {}
-    handles = []
-    for name, linear in a.named_modules():
-        if not isinstance(linear, nn.Linear):
-            continue
-        other = _module(b, name)
-        if not isinstance(other.weight, NVFP4Tensor):
-            continue
-        sums[name] = [0.0, 0.0]
-        handles.append(linear.register_forward_hook(_watcher(other, sums[name])))
-    try:
+    with ExitStack() as hooks:
+        for name, linear in a.named_modules():
+            if isinstance(linear, nn.Linear) and isinstance((other := _module(b, name)).weight, NVFP4Tensor):
+                sums[name] = [0.0, 0.0]
+                hooks.enter_context(linear.register_forward_hook(_watcher(other, sums[name])))
         yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _watcher(other: nn.Module, sums: list[float]) -> Callable[..., None]:

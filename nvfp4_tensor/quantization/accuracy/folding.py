@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -124,14 +124,11 @@ class _Readers(TorchFunctionMode):
         self = cls(model)
         shared = shared_parameters(model)
         norms = [m for m in model.modules() if _is_norm(m) and id(m.weight) not in shared]
-        hooks = [norm.register_forward_hook(self._on_norm) for norm in norms]
-        hooks.append(model.register_forward_hook(self._on_model))
-        try:
-            with self:
-                yield self
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, self:
+            for norm in norms:
+                hooks.enter_context(norm.register_forward_hook(self._on_norm))
+            hooks.enter_context(model.register_forward_hook(self._on_model))
+            yield self
         for norm, linears in self.linears.items():
             if any(id(linear.weight) in shared or self.fed_by[linear] != {norm} for linear in linears):
                 self.excluded.add(norm)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -189,7 +189,10 @@ def sensitivity(
     with restored(model, only_on_error=False), in_eval_mode(model):
         groups = _groups(model, find_targets(model, filter_fn), by_layer, group_of)
         to_dense(model)
-        with _calls(model) as called:
+        called: set[nn.Module] = set()
+        with ExitStack() as hooks:
+            for module in model.modules():
+                hooks.enter_context(module.register_forward_pre_hook(lambda module, args: called.add(module)))
             exact = [_log_probabilities(model, batch) for batch in batches]
         if not any(own.numel() for own in exact):
             raise ValueError("the batches have no tokens, on which sensitivity compares outputs")
@@ -200,18 +203,6 @@ def sensitivity(
     reached = {name for name, targets in groups.items() if any(target.module in called for target in targets)}
     tokens = sum(own.shape[:-1].numel() for own in exact)
     return Sensitivity(tuple(dataclasses.replace(p, called=p.name in reached or p.loss != 0) for p in parts), tokens)
-
-
-@contextmanager
-def _calls(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """Collect the modules that are called inside the context."""
-    called: set[nn.Module] = set()
-    handles = [module.register_forward_pre_hook(lambda module, args: called.add(module)) for module in model.modules()]
-    try:
-        yield called
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _groups(

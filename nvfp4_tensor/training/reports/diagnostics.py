@@ -143,14 +143,10 @@ def diagnose(model: nn.Module) -> Iterator[Report]:
     """
     report = Report()
     generator = torch.Generator().manual_seed(0)
-    handles = []
-    for name, linear in training_linears(model).items():
-        handles.append(linear.register_forward_hook(_observer(name, report, generator)))
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, linear in training_linears(model).items():
+            hooks.enter_context(linear.register_forward_hook(_observer(name, report, generator)))
         yield report
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _observer(name: str, report: Report, generator: torch.Generator) -> Callable[[nn.Module, Any, Tensor], None]:
