@@ -79,7 +79,11 @@ def save(
 
 
 class ModelCheckpoint(Checkpoint):
-    """A model, or a state dict, as a checkpoint that can be written."""
+    """A model, or a state dict, as a checkpoint that can be written.
+
+    Attributes:
+        tensors: its parameters and persistent buffers, each by its first name.
+    """
 
     format = "memory"
     path: Path | None = None
@@ -97,8 +101,8 @@ class ModelCheckpoint(Checkpoint):
         """
         modules = model.named_modules() if isinstance(model, nn.Module) else ()
         conv1d = {f"{path}.weight" for path, module in modules if was_conv1d(module)}
-        self._tensors = {name: _stored_orientation(tensor, name in conv1d) for name, tensor in _named_tensors(model)}
-        self._origins = _origins(model, self._tensors) if isinstance(model, nn.Module) else {}
+        self.tensors = {name: _stored_orientation(tensor, name in conv1d) for name, tensor in _named_tensors(model)}
+        self._origins = _origins(model, self.tensors) if isinstance(model, nn.Module) else {}
         self._shared: dict[str, Tensor] = {}
         self._parameter: dict[str, str] = {}
         self._last: tuple[str, dict[str, Any]] = ("", {})
@@ -106,7 +110,7 @@ class ModelCheckpoint(Checkpoint):
         self._generation_config = _as_json(getattr(model, "generation_config", None))
         self.config.pop("quantization_config", None)
         self.entries = {}
-        for name, tensor in self._tensors.items():
+        for name, tensor in self.tensors.items():
             for each, entry in self._entries_of(name, tensor).items():
                 self.entries[each], self._parameter[each] = entry, name
         if mismatched_scales != "keep" and (groups := different_scales(self)):
@@ -141,7 +145,7 @@ class ModelCheckpoint(Checkpoint):
     def value(self, name: str) -> LinearParts | FP8Tensor | Tensor:
         parameter = self._parameter[name]
         if self._last[0] != parameter:  # the tensors of one parameter are read one after the other
-            tensor = self._tensors[parameter].detach().cpu()
+            tensor = self.tensors[parameter].detach().cpu()
             self._last = (
                 parameter,
                 self._split(parameter, parts_of(tensor) if isinstance(tensor, NVFP4Tensor) else tensor),
@@ -182,7 +186,7 @@ class ModelCheckpoint(Checkpoint):
         shared = self._shared[name]
         if (moved := with_scale(parts, shared)) is not None:
             return moved
-        weight = self._tensors[self._parameter[name]]
+        weight = self.tensors[self._parameter[name]]
         assert isinstance(weight, NVFP4Tensor)
         spec = weight.spec.replace(round_mode=RoundingMode.RNE) if weight.spec.is_stochastic else weight.spec
         stored = tensor_of(parts, torch.float32)

@@ -15,10 +15,10 @@ from transformers.quantizers import HfQuantizer
 from nvfp4_tensor.checkpoints.names import some
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.saving import keep_names, plain_state_dict
-from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.quantization.linear import PRE_SCALE, linear_of_codes, linear_of_values, pre_scaled, set_pre_scale
 from nvfp4_tensor.tensor.description import CodedTensor
+from nvfp4_tensor.tensor.nvfp4 import quantize
 
 
 class NVFP4HfQuantizer(HfQuantizer):
@@ -71,15 +71,12 @@ class NVFP4HfQuantizer(HfQuantizer):
             return param.element_size()
         if param_name in self.fp8:
             return 1 + 4 / param.shape[-1]  # with a scale per row, at most
-        shape = list(param.shape)
-        if len(shape) == 3 and is_transposed(model.get_submodule(param_name.rpartition(".")[0])):
-            shape[-2:] = shape[-1], shape[-2]
-        *leading, columns = shape
-        rows = torch.Size(leading).numel()
-        codes = rows * ceil_to(columns, BLOCK) // 2
-        scales = ceil_to(rows, 128) * ceil_to(columns, 64) // BLOCK
-        matrices = leading[0] if len(leading) > 1 else 1  # each has a per-tensor scale
-        return (codes + scales + 4 * matrices) / param.numel()
+        dense, experts = torch.empty(param.shape, dtype=torch.bfloat16, device="meta"), 1
+        if dense.dim() == 3:
+            experts = len(dense)
+            if is_transposed(model.get_submodule(param_name.rpartition(".")[0])):
+                dense = dense.mT
+        return (quantize(dense.flatten(0, -2)).nbytes + 4 * (experts - 1)) / param.numel()  # a per-tensor scale each
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """Return ModelOpt's tensors for save_pretrained. For a model with adapters, only the adapters are saved.

@@ -75,7 +75,7 @@ def save(
     finally:
         quantizer.weight_only = False
     # save_pretrained has written the values, but not what their scales lose.
-    source = checkpoint_of(model, weight_only, mismatched_scales="keep")
+    source, _ = checkpoint_of(model, weight_only, mismatched_scales="keep")
     checkpoint = _NamedAsInFiles(model, source)
     write_json(folder / modelopt.HF_QUANT_CONFIG, modelopt.hf_quant_config(checkpoint))
     lost = {
@@ -101,10 +101,10 @@ def save(
 
 def checkpoint_of(
     model: PreTrainedModel, weight_only: bool = False, mismatched_scales: MismatchedScales = "requantize"
-) -> Checkpoint:
-    """Return the model as a checkpoint, with one per-tensor scale for linears that servers fuse."""
-    checkpoint: Checkpoint = ModelCheckpoint(_with_values(model), {}, mismatched_scales)
-    return WeightOnly(checkpoint) if weight_only else checkpoint
+) -> tuple[Checkpoint, ModelCheckpoint]:
+    """Return the model as a checkpoint, with one per-tensor scale for linears that servers fuse, and what it is of."""
+    own = ModelCheckpoint(_with_values(model), {}, mismatched_scales)
+    return WeightOnly(own) if weight_only else own, own
 
 
 def _with_values(model: PreTrainedModel) -> Any:
@@ -117,9 +117,10 @@ def _with_values(model: PreTrainedModel) -> Any:
 
 def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Tensor]:
     """Return the tensors to write, and set the quantization_config of the model accordingly."""
-    checkpoint = checkpoint_of(model, weight_only)
+    checkpoint, own = checkpoint_of(model, weight_only)
     modelopt.FORMAT.check(checkpoint)
-    tensors = {name: tensor for name, tensor in _dense_tensors(model).items() if not name.endswith(f".{PRE_SCALE}")}
+    dense = {name: tensor.detach() for name, tensor in own.tensors.items() if not isinstance(tensor, CodedTensor)}
+    tensors = {name: tensor for name, tensor in dense.items() if not name.endswith(f".{PRE_SCALE}")}
     tensors |= {name: checkpoint.dense(name).clone() for name in checkpoint.entries if name.endswith(f".{PRE_SCALE}")}
     with_nan = []
     warn_of_mixed_groups(checkpoint)
@@ -176,12 +177,3 @@ class _NamedAsInFiles(View):
         super().__init__(source)
         names = names_in_files(model, source.entries)
         self.entries = {names[name]: entry for name, entry in source.entries.items()}
-
-
-def _dense_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors that are neither NVFP4 nor FP8, each by its first name, as in a checkpoint."""
-    source = _with_values(model)
-    state = source if isinstance(source, dict) else model.state_dict(keep_vars=True)
-    dense = [(n, t) for n, t in reversed(state.items()) if not isinstance(t, CodedTensor)]
-    first = {id(tensor): name for name, tensor in dense}
-    return {name: tensor.detach() for name, tensor in state.items() if first.get(id(tensor)) == name}
