@@ -17,9 +17,9 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
 from nvfp4_tensor.checkpoints.sources.reading import open_any
-from nvfp4_tensor.numerics.layout import E4M3_NAN
+from nvfp4_tensor.numerics.layout import CODE_VALUES, E4M3_NAN
 
-CODES = tuple(f"{sign}{value:g}" for sign in ("", "-") for value in (0, 0.5, 1, 1.5, 2, 3, 4, 6))
+CODES = tuple(f"{sign}{value:g}" for sign in ("", "-") for value in CODE_VALUES)
 """The values of the 16 codes."""
 SCALES = tuple(torch.arange(E4M3_NAN, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist())
 """The values of the bytes of a block scale. The last one is 448; the bytes after it are NaN or negative."""

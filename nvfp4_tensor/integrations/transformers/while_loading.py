@@ -27,9 +27,8 @@ from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.conv1d import as_linear, was_conv1d
 from nvfp4_tensor.quantization.model_plan import Matrix, ModelPlan
 from nvfp4_tensor.quantization.names import joined_with
-from nvfp4_tensor.quantization.weights import WeightRef
+from nvfp4_tensor.quantization.weights import WeightRef, shared_amax
 from nvfp4_tensor.quantization.whole_model import matrices_of, plan_model, without_experts
-from nvfp4_tensor.tensor.arguments import resolve_amax
 
 
 class WhileLoadingQuantizer(NVFP4HfQuantizer):
@@ -170,8 +169,7 @@ class Quantize(ConversionOps):
         config, amax = self.config.config, None
         quantized: dict[str, Tensor] = {}
         if all(weight.dim() == 2 for weight in group.values()):
-            amaxes = [resolve_amax(weight, config.weight, None) for weight in group.values()]
-            amax = torch.stack([each.to(amaxes[0].device) for each in amaxes]).amax()
+            amax = shared_amax(group.values(), config.weight)
         for name, dense in group.items():
             path, _, attribute = name.rpartition(".")
             weight = WeightRef(name, model.get_submodule(path), attribute, dense)

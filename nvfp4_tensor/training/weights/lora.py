@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.quantization.linear import PRE_SCALE
+from nvfp4_tensor.quantization.weights import shared_amax
 from nvfp4_tensor.tensor.fp8 import NOT_MERGED, FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
@@ -117,7 +118,7 @@ def _merge_group(weights: dict[str, NVFP4Tensor], adapted: dict[str, Any], mode:
     """
     sums = {name: w.dequantize(torch.float32) + _delta(adapted[name]) for name, w in weights.items() if name in adapted}
     first, scale = next(iter(weights.values())), None
-    amax = torch.stack([torch.ops.nvfp4.amax(each).to(first.device) for each in sums.values()]).amax()
+    amax = shared_amax(sums.values(), first.spec).to(first.device)
     if len(sums) < len(weights):
         held = first.per_tensor_scale.clone()
         power = 2.0 ** math.ceil(math.log2(max((amax / (held * first.spec.largest_value)).item(), 1.0)))
