@@ -21,7 +21,7 @@ from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.names import some
 from nvfp4_tensor.checkpoints.parts import tensor_of
-from nvfp4_tensor.integrations.transformers.config import METHOD, Method, ModelOptConfig, NVFP4TensorConfig
+from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, Method, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.quantizer import decode_weights, parameter_of
 from nvfp4_tensor.integrations.transformers.while_loading import Quantize, plan_of
 from nvfp4_tensor.numerics.layout import BLOCK
@@ -33,7 +33,7 @@ SAVED = Method("modelopt_nvfp4")
 """The quant_method of a saved model: diffusers reads "modelopt" by NVIDIA's library."""
 
 
-class DiffusersConfig(ModelOptConfig):
+class DiffusersConfig(CheckpointConfig):
     """The quantization_config in the config.json of a model of diffusers with NVFP4 weights."""
 
     def __init__(self, **fields: Any) -> None:

@@ -26,7 +26,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 
 from nvfp4_tensor.generation.step import decode_natively
 from nvfp4_tensor.integrations.transformers.compressed_tensors import UNREAD, read_compressed_tensors, read_natively
-from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, ModelOptConfig, NVFP4TensorConfig
+from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer, attach_quantizer
 from nvfp4_tensor.integrations.transformers.hf_quant_config import config_of, read_hf_quant_config
 from nvfp4_tensor.integrations.transformers.saving import save
@@ -36,7 +36,6 @@ from nvfp4_tensor.integrations.transformers.while_loading import WhileLoadingQua
 __all__ = [
     "CheckpointConfig",
     "CheckpointQuantizer",
-    "ModelOptConfig",
     "NVFP4TensorConfig",
     "WhileLoadingQuantizer",
     "accept_checkpoint_names",
@@ -59,6 +58,6 @@ if "modelopt" in AUTO_QUANTIZER_MAPPING:
         stacklevel=2,
     )
 else:
-    register_quantization_config("modelopt")(ModelOptConfig)
+    register_quantization_config("modelopt")(CheckpointConfig)
     register_quantizer("modelopt")(CheckpointQuantizer)
     read_hf_quant_config()

@@ -19,18 +19,6 @@ from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
 from nvfp4_tensor.integrations.transformers.from_checkpoint import CheckpointQuantizer
 
 
-class CompressedTensorsNVFP4Config(CheckpointConfig):
-    """The quantization_config of a checkpoint in compressed-tensors' layout."""
-
-    checkpoint_format = compressed_tensors.FORMAT
-
-
-class AutoRoundNVFP4Config(CompressedTensorsNVFP4Config):
-    """The quantization_config of a checkpoint of AutoRound."""
-
-    checkpoint_format = auto_round.FORMAT
-
-
 def is_fp4(config: Mapping[str, Any]) -> bool:
     """Return whether a group of compressed-tensors' quantization_config has NVFP4 or MXFP4, and the others FP8."""
     groups = list((config.get("config_groups") or {}).values())
@@ -38,11 +26,8 @@ def is_fp4(config: Mapping[str, Any]) -> bool:
     return bool(fp4) and all(group in fp4 or compressed_tensors.is_fp8(group) for group in groups)
 
 
-OURS: dict[str, tuple[type[CheckpointConfig], Callable[[Mapping[str, Any]], bool]]] = {
-    "compressed-tensors": (CompressedTensorsNVFP4Config, is_fp4),
-    "auto-round": (AutoRoundNVFP4Config, auto_round.is_fp4),
-}
-"""By quant_method: our config, and whether a quantization_config is of a kind that it reads."""
+OURS: dict[str, Callable[[Mapping[str, Any]], bool]] = {"compressed-tensors": is_fp4, "auto-round": auto_round.is_fp4}
+"""By quant_method: whether a quantization_config is of a kind that we read."""
 
 UNREAD = tuple(method for method in ("auto-round",) if importlib.util.find_spec("auto_round") is None)
 """The methods of :data:`OURS` that transformers cannot load here."""
@@ -78,16 +63,17 @@ def read_natively(method: str, natively: bool = True) -> None:
 
 def _dispatching(method: str) -> tuple[Any, Any]:
     """Return a config class and a quantizer that are ours or theirs by what a quantization_config says."""
-    own, is_own = OURS[method]
     config, quantizer = _THEIRS[method]
 
     class Config(config):  # type: ignore[valid-type, misc]
         @classmethod
         def from_dict(cls, config_dict: dict[str, Any], *args: Any, **kwargs: Any) -> QuantizationConfigMixin:
-            chosen = own if is_own(config_dict) else config
+            chosen = CheckpointConfig if OURS[method](config_dict) else config
             return chosen.from_dict(config_dict, *args, **kwargs)
 
     def choose(found: QuantizationConfigMixin, **kwargs: Any) -> HfQuantizer:
-        return CheckpointQuantizer(found, **kwargs) if isinstance(found, own) else quantizer(found, **kwargs)
+        return (
+            CheckpointQuantizer(found, **kwargs) if isinstance(found, CheckpointConfig) else quantizer(found, **kwargs)
+        )
 
     return Config, choose

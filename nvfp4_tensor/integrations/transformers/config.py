@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from nvfp4_tensor.checkpoints.formats import modelopt
-from nvfp4_tensor.checkpoints.formats.table import TableFormat
 from nvfp4_tensor.numerics.choices import Choice
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig
@@ -110,13 +108,12 @@ class CheckpointConfig(QuantizationConfigMixin):
     of the ``input_scale``, or is computed at each call if there is none.
 
     Args:
+        quant_method: the name of the checkpoint's format: "modelopt", "compressed-tensors" or "auto-round".
         quantize_activations: False runs a W4A4 checkpoint weight-only, as servers do without FP4 tensor cores, where
             this is faster and more accurate. The field is not part of the file format and only affects loading: set it
             in the model's config before from_pretrained.
         others: other fields, kept unchanged.
     """
-
-    checkpoint_format: ClassVar[TableFormat]
 
     def __init__(self, *, quant_method: str, quantize_activations: bool = True, **others: Any) -> None:
         self.quant_method: str = quant_method  # type: ignore[assignment]
@@ -130,12 +127,6 @@ class CheckpointConfig(QuantizationConfigMixin):
     def get_apply_tensor_subclass(self) -> NVFP4WeightOnlyConfig:
         """Return the config with which peft quantizes merged weights. It is the same for all, thus weight-only."""
         return NVFP4WeightOnlyConfig()
-
-
-class ModelOptConfig(CheckpointConfig):
-    """The quantization_config of a checkpoint in ModelOpt's layout."""
-
-    checkpoint_format = modelopt.FORMAT
 
 
 def _plain(value: Any) -> Any:

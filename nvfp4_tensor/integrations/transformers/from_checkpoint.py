@@ -22,13 +22,14 @@ from transformers.core_model_loading import (
 )
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
+from nvfp4_tensor.checkpoints.checkpoint import read
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.loading import read_tensor, slot_of
 from nvfp4_tensor.checkpoints.models.origins import Origin, read_pre_scale
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.parts import LinearParts
-from nvfp4_tensor.integrations.transformers.config import CheckpointConfig, ModelOptConfig
+from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
 from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_to_read
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
 from nvfp4_tensor.quantization.conv1d import as_linear
@@ -58,7 +59,8 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
     ) -> None:
         if not checkpoint_files:
             raise ValueError("an NVFP4 checkpoint cannot be loaded from a state_dict: pass its folder")
-        checkpoint = self.quantization_config.checkpoint_format.read(Path(checkpoint_files[0]).parent)
+        checkpoint = read(Path(checkpoint_files[0]).parent, self.quantization_config.quant_method)
+        assert isinstance(checkpoint, FolderCheckpoint)
         self.origins, names = origins_to_read(model, checkpoint)
         first = {name: checkpoint.entries[each.names[0]] for name, each in self.origins.items()}
         self.weights = {name for name, entry in first.items() if entry.is_coded}
@@ -137,12 +139,12 @@ class Deserialize(ConversionOps):
         slot, origin = slot_of(model, full_layer_name), self.hf_quantizer.origins[full_layer_name]
         tensors = {name: collected[0] for name, collected in input_dict.items()}
 
-        def read(name: str) -> LinearParts | FP8Tensor | Tensor:
+        def decoded(name: str) -> LinearParts | FP8Tensor | Tensor:
             value = self.checkpoint.decoded(name, tensors)
             is_whole = self.hf_quantizer.quantization_config.quantize_activations
             return value if is_whole or not isinstance(value, LinearParts | FP8Tensor) else value.weight_only()
 
-        weight, origin = read_tensor(slot, origin, self.checkpoint.entries[origin.names[0]], read)
+        weight, origin = read_tensor(slot, origin, self.checkpoint.entries[origin.names[0]], decoded)
         if not isinstance(weight, CodedTensor):
             return {full_layer_name: weight}
         if not origin.is_whole:
@@ -165,7 +167,7 @@ def attach_quantizer(model: PreTrainedModel) -> PreTrainedModel:
     names = {name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor | FP8Tensor)}
     if not names:
         raise ValueError("the model has no NVFP4 weights: call quantize_(model, NVFP4WeightOnlyConfig()) first")
-    config = ModelOptConfig(**modelopt.flat_config(checkpoint))
+    config = CheckpointConfig(**modelopt.flat_config(checkpoint))
     quantizer = CheckpointQuantizer(config, pre_quantized=True)
     quantizer.weights, quantizer.knows_specs = names, True
     attributes: Any = model

@@ -22,7 +22,7 @@ from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups
 from nvfp4_tensor.checkpoints.parts import LinearParts, nan_blocks
 from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
 from nvfp4_tensor.integrations.transformers.card import model_card
-from nvfp4_tensor.integrations.transformers.config import ModelOptConfig
+from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
 from nvfp4_tensor.quantization.experts import is_transposed
 from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.names import some
@@ -136,7 +136,7 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
             with_nan.append(name)
     if with_nan:
         warn_user(f"{some(with_nan)} have NaN blocks: vLLM cannot load such a checkpoint")
-    model.config.quantization_config = ModelOptConfig(**modelopt.flat_config(_NamedAsInFiles(model, checkpoint)))
+    model.config.quantization_config = CheckpointConfig(**modelopt.flat_config(_NamedAsInFiles(model, checkpoint)))
     return tensors
 
 

@@ -25,7 +25,7 @@ def test_existing_registrations_do_not_change(registered, monkeypatch):
     assert registered == any("already reads ModelOpt" in str(each.message) for each in caught)
     kinds, configs = mappings
     if not registered:
-        assert (kinds["modelopt"], configs["modelopt"]) == (nvfp4.CheckpointQuantizer, nvfp4.ModelOptConfig)
+        assert (kinds["modelopt"], configs["modelopt"]) == (nvfp4.CheckpointQuantizer, nvfp4.CheckpointConfig)
     assert (kinds["nvfp4_tensor"], configs["nvfp4_tensor"]) == (nvfp4.WhileLoadingQuantizer, nvfp4.NVFP4TensorConfig)
     for mapping, old in zip(mappings, before, strict=True):
         kept = old.keys() - set(UNREAD)
