@@ -61,7 +61,8 @@ def decode_natively(model: PreTrainedModel, enable: bool = True, *, batch_invari
         )
     if not enable:
         return _restore(model)
-    if not isinstance(model, PreTrainedModel) or not model.can_generate() or _head(model) is None:
+    is_of_text = isinstance(model, PreTrainedModel) and model.can_generate()
+    if not is_of_text or not isinstance(model.get_output_embeddings(), nn.Module):
         raise TypeError(f"decode_natively supports models of transformers that generate text, not {type(model)}")
     decoder = Decoder(_restore(model), invariant=batch_invariant)
     decoder.install()
@@ -80,11 +81,6 @@ def decode_counts(model: PreTrainedModel) -> DecodeCounts:
     if not isinstance(decoder, Decoder):
         raise ValueError("the model does not decode natively: call decode_natively(model) first")
     return decoder.counts
-
-
-def _head(model: PreTrainedModel) -> nn.Module | None:
-    head = model.get_output_embeddings()
-    return head if isinstance(head, nn.Module) else None
 
 
 def _restore(model: Any) -> Any:

@@ -9,7 +9,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -41,7 +41,8 @@ def train_experts(model: PreTrainedModel, recipe: Recipe | str = "nvidia") -> No
     >>> train_experts(model, "nvidia")
     """
     recipe = resolve(recipe)
-    experts = {name: module for name, module in model.named_modules() if _is_experts(module)}
+    decorated = ("has_gate", "is_transposed")  # attributes that transformers' decorator sets
+    experts = {name: m for name, m in model.named_modules() if all(hasattr(m, each) for each in decorated)}
     if not experts:
         raise ValueError(
             f"{type(model).__name__} has no experts with interchangeable implementations: use "
@@ -52,10 +53,6 @@ def train_experts(model: PreTrainedModel, recipe: Recipe | str = "nvidia") -> No
             raise TypeError(f"{name} has NVFP4 weights, which cannot be trained: load the model without quantization")
     model.set_experts_implementation(_registered(recipe))
     accept_checkpoint_names(model)
-
-
-def _is_experts(module: nn.Module) -> bool:
-    return hasattr(module, "has_gate") and hasattr(module, "is_transposed")  # set by transformers' decorator
 
 
 def _registered(recipe: Recipe) -> str:
