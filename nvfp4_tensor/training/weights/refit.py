@@ -16,6 +16,7 @@ from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.quantization.conv1d import was_conv1d
+from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.quantization.weights import shared_amax
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
@@ -106,8 +107,14 @@ def refit_(
         _check_names(model, targets, given)
     writes = {name: [slices[i] for i in sorted(slices)] for name, slices in given.items() if name in targets}
     for path, module in model.named_modules():
-        if was_conv1d(module) and (name := f"{path}.weight".lstrip(".")) in writes:
+        name, scale = (f"{path}.{each}".lstrip(".") for each in ("weight", PRE_SCALE))
+        if was_conv1d(module) and name in writes:
             writes[name] = [t.mT if t.dim() == 2 else t for t in writes[name]]  # as in the state_dict
+        if PRE_SCALE in module._buffers and name in writes and scale not in writes:
+            raise ValueError(
+                f"the inputs of {name} are multiplied by {PRE_SCALE} (AWQ), which a trainer's weight is not divided "
+                f"by, and nothing was written: refit a model without AWQ, or give weights divided by {scale}, and it"
+            )
     for name, slices in writes.items():
         _check_write(name, targets[name], slices, given[name])
     devices = {targets[name].device for name in writes}

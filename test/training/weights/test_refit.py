@@ -16,6 +16,7 @@ from nvfp4_tensor import (
     quantize_model,
 )
 from nvfp4_tensor.numerics.random_state import rng_state_of
+from nvfp4_tensor.quantization.linear import set_pre_scale
 from nvfp4_tensor.training import refit_
 
 HADAMARD = QuantizeSpec(hadamard_sign=True)
@@ -161,11 +162,19 @@ def test_errors_leave_the_model_unchanged(weights, options, error, message):
     assert torch.equal(stored_bits(*tensors(model)), before)
 
 
-def test_fp8_weights_are_refused():
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda m: setattr(m, "weight", nn.Parameter(FP8, False)), "2.weight is FP8, whose codes are read-only"),
+        (lambda m: set_pre_scale(m, torch.full((48,), 2.0)), "of 2.weight are multiplied by pre_quant_scale .*divided"),
+    ],
+    ids=["fp8", "awq"],
+)
+def test_weights_in_fp8_and_of_awq_are_refused(change, message):
     model = server()
-    model[2].weight = torch.nn.Parameter(FP8, False)
+    change(model[2])
     before = stored_bits(model[0].weight)
-    with pytest.raises(ValueError, match=r"2.weight is FP8, whose codes are read-only.*strict=False"):
+    with pytest.raises(ValueError, match=message):
         refit_(model, given())
     assert torch.equal(stored_bits(model[0].weight), before)
 
