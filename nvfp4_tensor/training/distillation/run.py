@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from nvfp4_tensor.quantization.accuracy.gptq.run import digest
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, list_of, logits_of
 from nvfp4_tensor.quantization.calibration import calibrate
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
@@ -26,12 +27,13 @@ from nvfp4_tensor.quantization.linear import shared_parameters
 from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model, quantize_model
+from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.distillation.captured_step import CapturedStep, Step, can_capture, compiled_blocks
 from nvfp4_tensor.training.distillation.config import DistillConfig, Trains
 from nvfp4_tensor.training.distillation.divergence import divergence
 from nvfp4_tensor.training.distillation.masters import CodedMasters, Masters, is_coded
 from nvfp4_tensor.training.weights.adamw import NVFP4AdamW
-from nvfp4_tensor.training.weights.base import scale_groups
+from nvfp4_tensor.training.weights.base import local_of, scale_groups
 
 MEASURED_BATCHES = 4
 """Batches, the first ones, on which the loss before and after training is measured."""
@@ -261,6 +263,20 @@ def _settings(models: Sequence[nn.Module], config: DistillConfig) -> Iterator[No
             each.__dict__.pop(_HAS_HOOKS, None)
 
 
+def _settings_of(
+    model: nn.Module, teacher: nn.Module, trained: Iterable[str], batches: Sequence[Any], config: DistillConfig
+) -> dict[str, str]:
+    """Return what a run that goes on in a folder must have in common with it, before the first step."""
+    _reshard(teacher)
+    own = (each for each in model.parameters() if not isinstance(each, DTensor))  # an error leaves shards trained
+    both = (local_of(each.detach()) for each in (*own, *teacher.parameters()))
+    # Static scales of activations are left out: they are the device's.
+    weights = ([t.qdata, t.scale, t.per_tensor_scale] if isinstance(t, NVFP4Tensor) else t for t in both)
+    return {
+        "config": str(config), "parameters": str(list(trained)), "weights": digest(weights), "batches": digest(batches),
+    }  # fmt: skip
+
+
 class _Run:
     """The state of one call of distill, which a folder keeps."""
 
@@ -275,6 +291,7 @@ class _Run:
     ) -> None:
         self.model, self.teacher, self.batches, self.config, self.folder = model, teacher, batches, config, folder
         self.step, self.before, self.is_whole = 0, 0.0, True
+        self._settings = {} if folder is None else _settings_of(model, teacher, parameters, batches, config)
         self._update: Step = self._update_by
         decay, betas = config.weight_decay, config.betas
         options: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "weight_decay": decay}
@@ -437,16 +454,12 @@ class _Run:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         return self.folder / f"distill_{rank}.pt"
 
-    def _settings(self) -> dict[str, str]:
-        shapes = {name: tuple(each.shape) for name, each in self.masters.values.items()}
-        return {"config": str(self.config), "parameters": str(shapes), "batches": str(len(self.batches))}
-
     def _save(self, seconds: float) -> None:
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         state = {
-            "settings": self._settings(), "step": self.step, "seconds": seconds,
+            "settings": self._settings, "step": self.step, "seconds": seconds,
             "masters": self.masters.state_dict(), "optimizer": self.optimizer.state_dict(),
         }  # fmt: skip
         torch.save(state, self._path().with_suffix(".part"))
@@ -456,8 +469,7 @@ class _Run:
         if self.folder is None or not self._path().exists():
             return
         state = torch.load(self._path(), weights_only=True, map_location="cpu")
-        own = self._settings()
-        if differs := [name for name, value in own.items() if state["settings"].get(name) != value]:
+        if differs := [name for name, value in self._settings.items() if state["settings"].get(name) != value]:
             raise ValueError(
                 f"{self.folder} has a run with other {', '.join(differs)}: resume with the same ones, or give another "
                 "folder"

@@ -142,8 +142,16 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(config, tmp_path):
     model, rest = trained(model, config, folder=tmp_path)
     assert seen + rest == losses
     assert same_bits(model, whole)
-    with pytest.raises(ValueError, match="has a run with other config: resume with the same"):
-        trained(config=dataclasses.replace(config, seed=1), folder=tmp_path)
+    other = dense_model()
+    with torch.no_grad():
+        other.model.norm.weight[3] += 1
+    for what, *differing in (
+        ("config", dense_model(), batches(), dataclasses.replace(config, seed=1)),
+        ("weights", other, batches(), config),
+        ("batches", dense_model(), [ids.flip(1) for ids in batches()], config),
+    ):
+        with pytest.raises(ValueError, match=f"has a run with other {what}: resume with the same"):
+            distill(*differing, folder=tmp_path, progress=False)
 
 
 def test_a_loss_that_is_not_finite_restores_the_model():

@@ -419,11 +419,9 @@ class Finished:
     ) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        weights, inputs = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
-        _digest([target.name for target in targets], weights)
-        _digest(dict(model.named_parameters()), weights)  # including norms and embeddings: inputs depend on them
-        _digest(batches, inputs)
-        settings = {"config": str(config), "weights": weights.hexdigest(), "batches": inputs.hexdigest()}
+        # Including norms and embeddings: inputs depend on them.
+        weights = digest([[target.name for target in targets], dict(model.named_parameters())])
+        settings = {"config": str(config), "weights": weights, "batches": digest(batches)}
         path = self.folder / "settings.json"
         if not path.exists():
             path.with_suffix(".part").write_text(json.dumps(settings, indent=1) + "\n")
@@ -456,8 +454,14 @@ class Finished:
         path.with_suffix(".part").replace(path)
 
 
+def digest(value: Any) -> str:
+    """Return a hash of the values of tensors and containers of tensors."""
+    into = hashlib.blake2b(digest_size=16)
+    _digest(value, into)
+    return into.hexdigest()
+
+
 def _digest(value: Any, into: Any) -> None:
-    """Update the hash ``into`` with the values of tensors and containers of tensors."""
     if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
         names, context = value.__tensor_flatten__()
         into.update(repr((context, tuple(value.shape), value.stride())).encode())
