@@ -13,6 +13,7 @@ from nvfp4_tensor import (
     NVFP4Tensor,
     NVFP4WeightOnlyConfig,
     QuantizeSpec,
+    checkpoints,
     quantize,
     quantize_model,
 )
@@ -171,7 +172,7 @@ IDS = torch.arange(24).view(2, 12)
 SQUARE = "transformer.h.0.attn.c_proj.weight"
 
 
-def test_conv1d_is_quantized_along_its_inputs():
+def test_conv1d_is_quantized_along_its_inputs(tmp_path):
     model, twin = gpt2().eval(), gpt2()
     dense = {name: each.detach().clone() for name, each in model.state_dict().items()}
     report = quantize_model(model)
@@ -184,6 +185,10 @@ def test_conv1d_is_quantized_along_its_inputs():
     fresh.load_state_dict(model.state_dict(), assign=True)
     fresh.tie_weights()
     assert torch.allclose(fresh(IDS).logits, model(IDS).logits, atol=1e-5)
+    for name, each in {"linears": model, "conv1d": fresh}.items():  # of codes both
+        checkpoints.save(each, tmp_path / name, progress=False)
+    written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("linears", "conv1d")]
+    assert written[0] == written[1]
     quantize_(twin, NVFP4WeightOnlyConfig(), filter_fn=lambda module, name: type(module).__name__ == "Conv1D")
     assert torch.equal(model.get_parameter(SQUARE).qdata, twin.get_parameter(SQUARE).qdata)
 

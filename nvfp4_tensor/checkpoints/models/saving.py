@@ -21,7 +21,7 @@ from nvfp4_tensor.checkpoints.understood import pre_scale_of
 from nvfp4_tensor.checkpoints.wrappers import WeightOnly
 from nvfp4_tensor.dispatch.fp8 import FP8Tensor
 from nvfp4_tensor.numerics.choices import RoundingMode
-from nvfp4_tensor.quantization.conv1d import was_conv1d
+from nvfp4_tensor.quantization.conv1d import is_conv1d, was_conv1d
 from nvfp4_tensor.quantization.experts import in_mixtral, names_in_files
 from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.model_families import MIXTRAL_TYPES
@@ -100,7 +100,7 @@ class ModelCheckpoint(Checkpoint):
                 mismatched_scales is "refuse".
         """
         modules = model.named_modules() if isinstance(model, nn.Module) else ()
-        conv1d = {f"{path}.weight" for path, module in modules if was_conv1d(module)}
+        conv1d = {f"{path}.weight" for path, module in modules if was_conv1d(module) or is_conv1d(module)}
         self.tensors = {name: _stored_orientation(tensor, name in conv1d) for name, tensor in _named_tensors(model)}
         self._origins = _origins(model, self.tensors) if isinstance(model, nn.Module) else {}
         self._shared: dict[str, Tensor] = {}
