@@ -24,6 +24,7 @@ from nvfp4_tensor.checkpoints.io.files import Files
 from nvfp4_tensor.checkpoints.io.safetensors import what_is_in
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
+from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.tensor.fp8 import E4M3, FP8Spec, FP8Tensor
 
 FORMATS = {
@@ -51,6 +52,7 @@ class Entry:
         quantized: whether it is NVFP4.
         quantizes_activations, has_input_scale: for a quantized weight, as in :class:`LinearParts`. The second is of
             FP8 weights too.
+        activation: how a weight in memory quantizes activations, which files do not say.
         scales: the shape of the per-tensor scale.
         fp8: how it is scaled if it is FP8; then :meth:`Checkpoint.fp8` reads it, and ``dense`` decodes it.
         group: the stored number of elements of a block: 16, or 32 for MXFP4, which is read as NVFP4.
@@ -62,6 +64,7 @@ class Entry:
     quantized: bool = False
     quantizes_activations: bool = False
     has_input_scale: bool = False
+    activation: QuantizeSpec | None = None
     scales: tuple[int, ...] = ()
     fp8: FP8Spec | None = None
     group: int = BLOCK

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
+from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.model_families import NOT_LINEAR
 from nvfp4_tensor.quantization.names import is_matched, joined_with, some
 
@@ -53,6 +54,18 @@ def warn_of_mixed_groups(checkpoint: Checkpoint) -> None:
         warn_user(
             f"{some(weight_only)} are weight-only (W4A16), but linears that servers join them with are W4A4, and vLLM "
             "raises an error: calibrate all of q, k and v, or none; likewise gate and up, and all experts of a layer",
+        )
+
+
+def warn_of_activations(entries: Mapping[str, Entry]) -> None:
+    """Warn of activations in memory that are not rounded as readers of files, which do not say how, round them."""
+    plain = QuantizeSpec()
+    others = [n for n, e in entries.items() if e.quantizes_activations and (e.activation or plain) != plain]
+    if others:
+        warn_user(
+            f"the activations of {some(others)} are quantized by ({entries[others[0]].activation}), which files do not "
+            f"say: their readers quantize by ({plain}), with another error. To measure what is deployed, give "
+            "activation_spec=QuantizeSpec() to the NVFP4Config",
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
-from nvfp4_tensor.checkpoints.names import some
+from nvfp4_tensor.checkpoints.names import some, warn_of_activations
 from nvfp4_tensor.checkpoints.parts import tensor_of
 from nvfp4_tensor.integrations.transformers.config import METHOD, CheckpointConfig, Method, NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.quantizer import decode_weights, parameter_of
@@ -132,6 +132,7 @@ class DiffusersNVFP4Quantizer(DiffusersQuantizer):
                 "unload_lora()"
             )
         checkpoint, tensors = ModelCheckpoint(state_dict, {}, "requantize"), dict[str, Tensor]()
+        warn_of_activations(checkpoint.entries)
         for name, entry in checkpoint.entries.items():
             if entry.quantized:
                 parts = modelopt.FORMAT.encode(name, checkpoint.linear(name), entry)

@@ -108,6 +108,9 @@ def test_activations_variants_and_single_files(make, tmp_path):
     again = make(folder="saved", variant="fp16")
     spec = again.get_parameter("transformer_blocks.0.attn.to_q.weight").activation_spec
     assert spec is not None and torch.equal(image(again), image(model))
+    searched = make(quantization_config=nvfp4.NVFP4TensorConfig(NVFP4Config(scale_search="mse")))
+    with pytest.warns(UserWarning, match="quantized by .*search mse.*, which files do not say"):
+        searched.save_pretrained(tmp_path / "searched")
     files = {"config": str(tmp_path / "dense"), "dtype": torch.bfloat16}
     single = diffusers.FluxTransformer2DModel.from_single_file(
         str(tmp_path / "dense/diffusion_pytorch_model.safetensors"),

@@ -29,7 +29,7 @@ from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint, warn_of_nan
 from nvfp4_tensor.checkpoints.io.resumable_write import ResumableFolder, check_is_new, fingerprint
 from nvfp4_tensor.checkpoints.io.safetensors import Plan, ShardFile, Shards, by_size, read_json, stem_of, write_json
 from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, lost_factors, write_factors
-from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups, without_input_scale
+from nvfp4_tensor.checkpoints.names import warn_of_activations, warn_of_mixed_groups, without_input_scale
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts, nan_blocks
 from nvfp4_tensor.checkpoints.understood import check_no_pre_scales, check_settings, check_understood
 from nvfp4_tensor.numerics.layout import BLOCK, TILE_ROWS, ceil_to, scale_tiles, swizzle, unswizzle
@@ -369,6 +369,7 @@ class TableFormat(Format):
                     "input scale: use calibrate(model, batches), or write only the weights with weight_only=True"
                 )
             warn_of_mixed_groups(checkpoint)
+            warn_of_activations(checkpoint.entries)
 
     def files_of(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         """Return further JSON files of the format, by name."""

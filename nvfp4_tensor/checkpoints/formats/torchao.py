@@ -20,6 +20,7 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry
 from nvfp4_tensor.checkpoints.formats.table import Layout, Scheme, TableFormat, method_of
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.io.safetensors import Shards, parse_json, read_json
+from nvfp4_tensor.checkpoints.names import warn_of_activations
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, TILE_ROWS, scale_tiles
 from nvfp4_tensor.quantization.names import natural, some
 
@@ -94,6 +95,7 @@ class TorchAO(TableFormat):
 
     def check(self, checkpoint: Checkpoint) -> None:
         super().check(checkpoint)
+        warn_of_activations(checkpoint.entries)
         odd = [n for n, e in checkpoint.entries.items() if e.quantized and len(e.shape) > 2 and e.shape[-2] % TILE_ROWS]
         if odd:
             raise ValueError(f"torchao's swizzled experts need rows in multiples of {TILE_ROWS}, unlike {some(odd)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -121,7 +122,9 @@ class ModelCheckpoint(Checkpoint):
             raise ValueError(f"{name} is on the meta device and has no values: load or initialize the model first")
         try:
             value = check_scales(parts_of(tensor)) if isinstance(tensor, NVFP4Tensor) else tensor
-            return {each: Entry.of(part, tensor.dtype) for each, part in self._split(name, value).items()}
+            entries = {each: Entry.of(part, tensor.dtype) for each, part in self._split(name, value).items()}
+            spec = getattr(tensor, "activation_spec", None)
+            return {each: dataclasses.replace(entry, activation=spec) for each, entry in entries.items()}
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers.checkpoint_folders import GOLDEN, content, edit
+from helpers.user_warnings import user_warnings
 from torch import nn
 from torchao.quantization import quantize_
 
@@ -85,6 +86,20 @@ def test_a_static_amax_comes_back_as_it_was(tmp_path):
         with checkpoints.read(tmp_path / folder) as read:
             found = [tensor_of(read.linear(f"layers.{i}.weight")).activation_amax for i in range(20)]
         assert torch.equal(torch.stack(found), amaxes), folder
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao"])
+def test_activations_that_readers_round_otherwise_warn(tmp_path, block, format):
+    calibrate(block, [torch.randn(8, 64).bfloat16()], NVFP4Config(four_over_six=True), progress=False)
+
+    def warned(only):
+        return user_warnings(
+            lambda: checkpoints.save(block, tmp_path / f"{only}", format=format, weight_only=only, progress=False),
+            __file__,
+            "o_proj.weight are quantized by (rne, 1x16, 4/6 mse), which files do not say",
+        )
+
+    assert (warned(False), warned(True)) == (1, 0)
 
 
 def scales_of(folder):
