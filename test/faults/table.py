@@ -132,6 +132,8 @@ FAULTS = [
     F("checkpoints/models/saving.py", "if was_conv1d(module) or is_conv1d(module)", "if was_conv1d(module)",
       "quantization/test_quantize_model.py"),
     F("checkpoints/names.py", "(e.activation or plain) != plain", "False", "checkpoints/models/test_saving.py"),
+    F("checkpoints/models/saving.py", "unwrapped(model) if isinstance(model, nn.Module) else model", "model",
+      "checkpoints/models/test_loading.py"),
     F("checkpoints/models/loading.py", "set_pre_scale(module, None if scale is None else scale.to(tensor.device))", "set_pre_scale(module, scale) if scale is not None else None",
       "integrations/transformers/test_layouts.py"),
     F("checkpoints/models/origins.py", "or not torch.equal(scale, scales[0]):", "or False:",

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
@@ -38,6 +40,8 @@ ORIGINS = "_nvfp4_origins"
 _IGNORED = (*CACHE_SCALES, ".inv_freq")
 """Suffixes of tensors that are ignored if the model does not have them: scales of a key-value cache, computed
 tables."""
+
+_WRAPPERS = (DataParallel, DistributedDataParallel, AveragedModel)
 
 
 def load(
@@ -86,6 +90,7 @@ def load(
 
 def load_open(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, progress: bool = True) -> None:
     """Load an open checkpoint into a model, as :func:`load` does."""
+    model = unwrapped(model)
     slots, loaded, checkpoint = _slots(model), {}, RowsApart(checkpoint)
     tensors = {name: slot.tensor for slot in slots.values() for name in slot.holders}
     plan = _plan(slots, checkpoint, strict, origins_in_model(model, tensors, checkpoint.entries))
@@ -98,6 +103,13 @@ def load_open(model: nn.Module, checkpoint: Checkpoint, *, strict: bool = True, 
     checkpoint.check_unchanged()
     for name, (tensor, origin, scale) in loaded.items():
         _assign(slots[name], tensor, origin, scale)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model in a wrapper of torch, torch.compile's for instance, whose names have a prefix."""
+    while "_orig_mod" in model._modules or isinstance(model, _WRAPPERS):
+        (model,) = model.children()
+    return model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, Entry, format_named
 from nvfp4_tensor.checkpoints.convert import different_scales
 from nvfp4_tensor.checkpoints.io.safetensors import write_json
-from nvfp4_tensor.checkpoints.models.loading import ORIGINS
+from nvfp4_tensor.checkpoints.models.loading import ORIGINS, unwrapped
 from nvfp4_tensor.checkpoints.models.origins import Origin, split
 from nvfp4_tensor.checkpoints.parts import LinearParts, check_scales, parts_of, tensor_of, with_scale
 from nvfp4_tensor.checkpoints.understood import pre_scale_of
@@ -50,7 +50,7 @@ def save(
     joined are split again, and so are the experts of transformers models.
 
     Args:
-        model: a module, or a state dict.
+        model: a module, or a state dict. What torch.compile and torch's wrappers hold is saved, by its own names.
         path: a path that does not exist yet. It appears when it is complete.
         format: the name of a format of :data:`FORMATS`.
         weight_only: omit the quantization of activations (W4A4 becomes W4A16).
@@ -75,6 +75,7 @@ def save(
     if mismatched_scales not in ("requantize", "keep", "refuse"):
         raise ValueError(f"mismatched_scales: expected 'requantize', 'keep' or 'refuse', found {mismatched_scales!r}")
     target = format_named(format)
+    model = unwrapped(model) if isinstance(model, nn.Module) else model
     checkpoint: Checkpoint = ModelCheckpoint(model, config, mismatched_scales)
     target.write(WeightOnly(checkpoint) if weight_only else checkpoint, Path(path), progress=progress, **options)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, edit, write_dense
+from helpers.checkpoint_folders import GOLDEN, edit, same_files, write_dense
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -179,3 +179,15 @@ def test_a_module_that_is_a_linear_itself(tmp_path):
     checkpoints.quantize(tmp_path / "model.safetensors", tmp_path / "q", progress=False)
     linear = checkpoints.load(nn.Linear(64, 32), tmp_path / "q", progress=False)
     assert isinstance(linear.weight, NVFP4Tensor) and torch.equal(linear.bias, torch.ones(32))
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: torch.compile(m, backend="eager"), nn.DataParallel, torch.optim.swa_utils.AveragedModel]
+)
+def test_a_wrapper_of_torch_is_loaded_and_saved_as_its_model(tmp_path, wrap):
+    """Its names have a prefix, _orig_mod or module, that no reader of files knows."""
+    wrapped = wrap(llama())
+    assert loaded(wrapped) is wrapped
+    for name, model in {"a": wrapped, "b": loaded(llama())}.items():
+        checkpoints.save(model, tmp_path / name, progress=False)
+    assert same_files(tmp_path / "a", tmp_path / "b")
