@@ -150,7 +150,7 @@ CASES = {
     "torchao's": (lambda: behind(FakeQuantizedLinear(32, 32)), [*OURS, quantize_model], "QATConfig"),
     "a subclass": (
         lambda: behind(Doubled(32, 32)), [*OURS[2:], *by_all(lambda: [X], [calibrate, gptq])],
-        "only a plain nn.Linear can be observed",
+        "^2: only a plain nn.Linear can be observed",
     ),
     "one by one": (
         lambda: behind(nn.Linear(32, 32, bias=False)), [lambda m: quantize_model(m, OneByOne())], "bias is needed"

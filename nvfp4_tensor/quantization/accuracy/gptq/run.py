@@ -157,8 +157,10 @@ def gptq(
         chain = _chain(model, targets, layers)
         finished = None if folder is None else Finished(folder, config, model, targets, batches)
         to_dense(model)
-        for linear in (each.module for each in targets if each.dense.dim() == 2):
-            check_observable(linear)
+        for each in targets:
+            if each.dense.dim() == 2:
+                with refused_by_name(each.name.rpartition(".")[0]):
+                    check_observable(each.module)
         with in_eval_mode(model), tqdm(total=len(targets), desc="GPTQ", unit="weight", disable=not progress) as bar:
             run = _Run(config, _joined(model, targets), finished, bar.update)
             rest = run.fit_layers(model, chain, targets, batches) if chain else targets
