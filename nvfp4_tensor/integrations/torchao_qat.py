@@ -15,7 +15,7 @@ from torchao.quantization.transform_module import register_quantize_module_handl
 from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.quantize_call import once_per_call
 from nvfp4_tensor.training import NVFP4TrainingLinear, Recipe, WeightForDx
-from nvfp4_tensor.training.config import check_trainable, trainable
+from nvfp4_tensor.training.config import converted
 
 _handlers = transform_module._QUANTIZE_CONFIG_HANDLER
 _torchao_handler = _handlers[QATConfig]
@@ -36,8 +36,7 @@ def _prepare_or_convert(module: nn.Module, config: QATConfig) -> nn.Module:
     if isinstance(base, NVFP4Config) and base.step is not None:
         raise ValueError("QATConfig has steps of its own: give it an NVFP4Config without step")
     if config.step == QATStep.PREPARE:
-        once_per_call(module, config, check_trainable)
-        return NVFP4TrainingLinear.convert(trainable(module), recipe_of(base))
+        return converted(module, config, recipe_of(base))
     once_per_call(module, config, lambda model, chosen, is_all: _check_prepared_with(base, chosen))
     if not isinstance(module, NVFP4TrainingLinear):
         return module  # as in torchao, only prepared modules are converted

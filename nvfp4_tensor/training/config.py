@@ -48,10 +48,16 @@ class NVFP4TrainingConfig(AOBaseConfig):
 
 @register_quantize_module_handler(NVFP4TrainingConfig)
 def _train_linear(module: nn.Module, config: NVFP4TrainingConfig) -> nn.Module:
+    assert isinstance(config.recipe, Recipe)
+    return converted(module, config, config.recipe)
+
+
+def converted(module: nn.Module, config: AOBaseConfig, recipe: Recipe) -> nn.Module:
+    """Let a linear train by a recipe, in a call of quantize_ with this config that may pass it by several paths."""
     once_per_call(module, config, check_trainable)
-    linear = as_linear(trainable(module))
-    assert isinstance(config.recipe, Recipe) and isinstance(linear, nn.Linear)
-    return NVFP4TrainingLinear.convert(linear, config.recipe)
+    if isinstance(module, NVFP4TrainingLinear):
+        return module
+    return NVFP4TrainingLinear.convert(as_linear(trainable(module)), recipe)
 
 
 def check_trainable(model: nn.Module, chosen: list[nn.Module], is_all: bool) -> None:

@@ -7,7 +7,7 @@ from torchao.quantization import Int4WeightOnlyConfig, quantize_
 from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
 
 from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, fake_quantize
-from nvfp4_tensor.training import NVFP4TrainingLinear
+from nvfp4_tensor.training import NVFP4TrainingConfig, NVFP4TrainingLinear
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +39,22 @@ def test_prepare_computes_what_convert_will(base):
     quantize_(model, QATConfig(base, step="convert"))
     assert all(isinstance(model[i].weight, NVFP4Tensor) for i in (0, 2))
     torch.testing.assert_close(model(x), prepared, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config", [NVFP4TrainingConfig("weight_only"), QATConfig(NVFP4WeightOnlyConfig(), step="prepare")], ids=["", "qat"]
+)
+def test_a_linear_of_two_paths_and_a_conv1d(config):
+    """quantize_ passes a module once for each of its parents: models that repeat a layer have several."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    linear, x = nn.Linear(64, 64), torch.randn(5, 64)
+    model = nn.Sequential(nn.Sequential(linear), nn.Sequential(linear), conv1d(32, 64))
+    first, last = fake_quantize(linear.weight.detach()), fake_quantize(model[2].weight.detach().t().contiguous())
+    quantize_(model, config, filter_fn=lambda module, name: not isinstance(module, nn.Sequential))
+    assert all(isinstance(each, NVFP4TrainingLinear) for each in (linear, model[2]))
+    once = nn.functional.linear(x, first, linear.bias)
+    expected = nn.functional.linear(nn.functional.linear(once, first, linear.bias), last, model[2].bias)
+    torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_training_between_the_two_steps_lowers_the_quantized_loss():
