@@ -1,6 +1,7 @@
 """No bit depends on torch.set_default_dtype: every factory says its dtype, and jobs give the bits of float32.
 
-transformers sets the default dtype while it builds a model, and users set it to build one in bfloat16.
+transformers sets the default dtype while it builds a model, and users set it to build one in bfloat16. Nor do files,
+texts and steps depend on the default device, which users set to "cuda".
 """
 
 import ast
@@ -13,10 +14,20 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Tensor, QuantizeSpec, emulation, fake_quantize, quantize, quantize_experts, training
+from nvfp4_tensor import (
+    NVFP4Tensor,
+    QuantizeSpec,
+    checkpoints,
+    emulation,
+    fake_quantize,
+    quantize,
+    quantize_experts,
+    training,
+)
 from nvfp4_tensor.numerics import reference
 from nvfp4_tensor.ops.schemas import _parameters as OPS
 from nvfp4_tensor.ops.schemas import plain
+from nvfp4_tensor.quantization import generate_calibration_text
 
 ROOT = Path(__file__).parents[1]
 FILES = [*sorted((ROOT / "nvfp4_tensor").rglob("*.py")), *sorted((ROOT / "nvfp4_cli").rglob("*.py"))]
@@ -168,3 +179,45 @@ def test_the_grid_is_float32_under_every_default():
     torch.set_default_dtype(torch.float64)
     found = reference.nearest_value(a)
     assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
+# --- the default device ----------------------------------------------------------------------------------------------
+
+GRADIENTS = [normal(32, 64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
+BATCHES = [torch.tensor([[5, 6, 7]]), torch.tensor([[8, 9, 3]])]
+
+
+def stepped(model, folder):
+    weight = nn.Parameter(quantize(GRADIENTS[0], SPECS[0]))
+    optimizer = training.NVFP4AdamW([weight], lr=0.1)
+    for weight.grad in GRADIENTS:
+        optimizer.step()
+    return weight.detach(), optimizer.state[weight]
+
+
+def loaded(model, folder):
+    checkpoints.load(model, folder, progress=False)
+    return list(model.parameters())
+
+
+def distilled(model, folder):
+    training.distill(model, BATCHES, steps=2, progress=False)
+    return list(model.parameters())
+
+
+def written(model, folder):
+    return generate_calibration_text(model, 24, window=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [stepped, loaded, distilled, written])
+def test_jobs_leave_the_default_device_alone(job, tmp_path):
+    pytest.importorskip("transformers")
+    from helpers.tiny_models import tiny_model
+
+    checkpoints.save(tiny_model("Llama"), tmp_path, progress=False)
+    models = [tiny_model("Llama", quantized=False) for _ in range(2)]
+    expected = contents(job(models[0], tmp_path))
+    with torch.device("meta"):
+        found = job(models[1], tmp_path)
+    assert contents(found) == expected

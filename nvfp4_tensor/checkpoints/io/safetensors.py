@@ -95,7 +95,7 @@ class Shards(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         info = self.info[name]
-        data = torch.empty(info.nbytes, dtype=torch.uint8)
+        data = torch.empty(info.nbytes, dtype=torch.uint8, device="cpu")
         self._fill(data, info, 0)
         return data.view(info.dtype).view(info.shape) if info.shape else data.view(info.dtype)[0]
 
@@ -113,7 +113,7 @@ class Shards(Mapping[str, Tensor]):
         row = columns * info.dtype.itemsize
         step = min(rows or max(CHUNK // max(row, 1), 1), info.nbytes // max(row, 1)) * row
         if buffer is None:
-            buffer = torch.empty(step, dtype=torch.uint8)
+            buffer = torch.empty(step, dtype=torch.uint8, device="cpu")
         for start in range(0, info.nbytes, max(step, 1)):
             chunk = buffer[: min(step, info.nbytes - start)]
             self._fill(chunk, info, start)

@@ -52,7 +52,7 @@ def generate_calibration_text(
     conversations = 0 if getattr(tokenizer, "chat_template", None) is None else count // 2
     with in_eval_mode(model), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        first = torch.randint(config.get_text_config().vocab_size, (count - conversations, 1))
+        first = torch.randint(config.get_text_config().vocab_size, (count - conversations, 1), device="cpu")
         found = [each for part in first.split(_AT_ONCE) for each in _go_on(model, part.tolist(), window)]
         for start in range(0, conversations, _AT_ONCE):
             openings = _openings(model, tokenizer, min(conversations - start, _AT_ONCE))
@@ -63,12 +63,11 @@ def generate_calibration_text(
 def _go_on(model: Any, openings: list[list[int]], window: int) -> list[Tensor]:
     """Return windows (1, window) that begin with the given tokens and do not end before."""
     device, most = next(model.parameters()).device, max(map(len, openings))
-    first = torch.tensor([[0] * (most - len(each)) + each for each in openings], dtype=torch.int64)
-    begins = torch.tensor([most - len(each) for each in openings], dtype=torch.int64)[:, None]
+    text = torch.tensor([[0] * (most - len(each)) + each for each in openings], dtype=torch.int64, device=device)
+    begins = torch.tensor([most - len(each) for each in openings], dtype=torch.int64, device=device)[:, None]
     new = max(window - min(map(len, openings)), 0)
-    text = first.to(device)
     if new:
-        mask = (torch.arange(most) >= begins).long().to(device)
+        mask = (torch.arange(most, device=device) >= begins).long()
         text = _sample(model, text, mask, min_new_tokens=new, max_new_tokens=new)
     return [row[start : start + window][None] for row, start in zip(text, begins.flatten().tolist(), strict=True)]
 
@@ -80,7 +79,7 @@ def _openings(model: Any, tokenizer: Any, count: int) -> list[list[int]]:
         [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
     )
     before, after = (tokenizer(each, add_special_tokens=False).input_ids for each in template.split(mark))
-    first = torch.tensor([before] * count, dtype=torch.int64).to(next(model.parameters()).device)
+    first = torch.tensor([before] * count, dtype=torch.int64, device=next(model.parameters()).device)
     text = _sample(model, first, torch.ones_like(first), max_new_tokens=_MESSAGE_TOKENS)
     ends = model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())

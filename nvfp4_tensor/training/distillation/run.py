@@ -393,7 +393,7 @@ class _Run:
         """Return the batch of an index: each pass over the batches has an order of its own."""
         turn, place = divmod(index, len(self.batches))
         generator = torch.Generator().manual_seed(self.config.seed + turn)
-        return self.batches[int(torch.randperm(len(self.batches), generator=generator)[place])]
+        return self.batches[int(torch.randperm(len(self.batches), generator=generator, device="cpu")[place])]
 
     # --- the loss ---
 

@@ -248,7 +248,7 @@ def _check_parameter(parameter: Tensor, name: str) -> None:
 
 def _new_state(parameter: Tensor) -> dict[str, Any]:
     """Return zero moments of a parameter; for a DTensor, they are sharded like it."""
-    state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=torch.float32)}
+    state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=torch.float32, device="cpu")}
     if not is_coded(parameter):
         for name in DENSE:
             state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)

@@ -55,7 +55,7 @@ class StepTensors:
 
 
 def _copied(rows: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    host = torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda")
+    host = torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
