@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -164,6 +165,7 @@ def experts() -> str:
     return table(["times as fast; tokens", *tokens], rows)
 
 
+PROMPTS = (128, 1024, 2048, 8192)
 WAYS = {
     "eager": "`model.generate`",
     "static": "`model.generate`, static cache (transformers compiles)",
@@ -175,21 +177,45 @@ WAYS = {
 
 
 def generation() -> str:
-    """Return a table for each batch of how a stock model of transformers generates."""
-    result = load("h200", "generation_llama-8b")
-    tables = []
-    for batch in sorted({row["batch"] for row in result["rows"]}):
-        rows = [row for row in result["rows"] if row["batch"] == batch]
-        base = {row["way"]: row["tokens_per_second"] for row in rows if row["weights"] == "bf16"}
-        cells = []
-        for row in rows:
-            speed = row["tokens_per_second"]
-            ratios = [times(speed / base[way]) if way in base else "" for way in (row["way"], "graph")]
-            name = f"{row['weights']}: {WAYS[row['way']]}"
-            cells.append([name, whole(speed), whole(row["whole_call"]), *ratios, f"{100 * row['share']:.0f} %"])
-        head = [f"batch {batch}", "tokens/s", "whole call", "x bf16, same way", "x bf16, graph", "of copy"]
-        tables.append(table(head, cells))
-    return "\n\n".join(tables)
+    """Return how a stock model of transformers generates one text, by the ways that differ much."""
+    shown = [row for row in load("h200", "generation_llama-8b")["rows"] if row["batch"] == 1]
+    base = {row["way"]: row["tokens_per_second"] for row in shown if row["weights"] == "bf16"}
+    cells = []
+    for row in shown:
+        if row["weights"].endswith("head") and row["way"] not in ("native", "stream"):
+            continue
+        speed = row["tokens_per_second"]
+        ratios = [times(speed / base[way]) if way in base else "" for way in (row["way"], "graph")]
+        name = f"{row['weights']}: {WAYS[row['way']]}"
+        cells.append([name, whole(speed), whole(row["whole_call"]), *ratios, f"{100 * row['share']:.0f} %"])
+    return table(["one text", "tokens/s", "whole call", "x bf16, same way", "x bf16, graph", "of copy"], cells)
+
+
+def batches() -> str:
+    """Return the speed of texts together, and the time to the first token by the length of the prompt."""
+    rows = {(r["weights"], r["way"], r["batch"]): r for r in load("h200", "generation_llama-8b_128_16_layers")["rows"]}
+    counts = sorted({batch for _, _, batch in rows})
+    speeds = {
+        f"{weights}{', padded' if way == 'padded' else ''}": [
+            rows[weights, way, each]["tokens_per_second"] for each in counts
+        ]
+        for weights in ("bf16", "NVFP4")
+        for way in ("stream", "padded")
+    }
+    cells = [[name, *map(whole, each)] for name, each in speeds.items()]
+    cells.append(["NVFP4, x bf16", *map(times, map(operator.truediv, speeds["NVFP4"], speeds["bf16"]))])
+    first: dict[str, list[str]] = {}
+    ours = [("stream", each) for each in ("bf16", "NVFP4", "NVFP4, fp8")]
+    for length in PROMPTS:
+        for row in load("h200", f"generation_llama-8b_{length}_16_layers")["rows"]:
+            if row["batch"] == 1 and (row["way"], row["weights"]) in [*ours, ("eager", "bf16"), ("eager", "NVFP4")]:
+                name = f"{row['weights']}{', `model.generate`' if row['way'] == 'eager' else ''}"
+                first.setdefault(name, []).append(f"{1e3 * row['first_token']:.1f}")
+    lengths = [f"{each:,}" for each in PROMPTS]
+    return "\n\n".join([
+        table(["tokens/s; texts", *map(str, counts)], cells),
+        table(["first token, ms; tokens read", *lengths], [[name, *each] for name, each in first.items()]),
+    ])  # fmt: skip
 
 
 # --- quantize ----------------------------------------------------------------------------------------------
@@ -228,7 +254,8 @@ WEIGHTS = {
     "search": "scale search", "nearest": "to nearest", "torchao": "torchao's NVFP4, to nearest",
 }  # fmt: skip
 ACTIVATIONS = {
-    "w4a4": "distilled", "w4a4_rows_gptq": "GPTQ + scale search, one scale per token *",
+    "w4a4": "distilled", "w4a4_activations": "distilled, scale search for activations",
+    "w4a4_rows_gptq": "GPTQ + scale search, one scale per token *",
     "w4a4_gptq": "GPTQ + scale search *", "w4a4_search": "scale search", "w4a4_nearest": "to nearest",
 }  # fmt: skip
 
@@ -328,6 +355,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "gradients": measured(gradients, "h200", "matmul_gradients"),
     "experts": measured(experts, "h200", "experts", "experts_skewed"),
     "generation": measured(generation, "h200", "generation_llama-8b"),
+    "batches": measured(batches, "h200", "generation_llama-8b_128_16_layers"),
     "quantize": measured(lambda: quantize("h200"), "h200", "quantize"),
     "quantize_cpu": measured(lambda: quantize("cpu"), "cpu", "quantize"),
     "products_cpu": measured(products_cpu, "cpu", "matmul"),
