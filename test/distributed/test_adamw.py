@@ -111,6 +111,15 @@ def test_a_sharded_state_dict_resumes(codes):
     assert_equal((again, its), (model, optimizer))
 
 
+@on_ranks(3)
+def test_uneven_shards_are_refused_on_every_rank():
+    """Otherwise only the last one stops, and the others wait for it in the next forward."""
+    layer = nn.Linear(COLUMNS, 64, bias=False).bfloat16()
+    to_nvfp4_parameters(layer)
+    with pytest.raises(ValueError, match="has 64 rows, which 3 ranks cannot share evenly: pad them to 66"):
+        NVFP4AdamW(fully_shard(layer, mesh=mesh_of_all()).parameters(), lr=1e-2)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("unused", [False, True])
 def test_a_step_inside_ddps_backward_is_refused(unused):

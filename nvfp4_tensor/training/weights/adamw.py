@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from nvfp4_tensor._compat.frames import warn_user
-from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.training.weights.base import WeightOptimizer, check_dense, local_of, named
 from nvfp4_tensor.training.weights.headroom import SCALE, forget_writes, keep_headroom
@@ -230,6 +230,8 @@ def _check_parameter(parameter: Tensor, name: str) -> None:
         raise ValueError(f"{name} is sharded as {parameter.placements}, and moments in codes need whole rows: Shard(0)")
     weight = local_of(parameter)
     if isinstance(weight, NVFP4Tensor):
+        if isinstance(parameter, DTensor):
+            _check_shards(parameter, name)
         check_writable(weight, name)
         if weight.spec.block_rows != 1 or weight.dim() != 2 or weight.per_tensor_scale.dim():
             raise ValueError(
@@ -244,6 +246,17 @@ def _check_parameter(parameter: Tensor, name: str) -> None:
         raise ValueError(f"{name} is a {type(weight).__name__}, and moments in codes need plain or NVFP4 weights")
     elif not weight.is_contiguous():
         raise ValueError(f"{name} is not contiguous, so it cannot be updated in place: use contiguous()")
+
+
+def _check_shards(parameter: DTensor, name: str) -> None:
+    """Raise a ValueError, the same on all ranks, if some hold fewer rows of codes, which FSDP2 would not gather."""
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    ranks = math.prod(size for size, placement in sizes if placement == Shard(0))
+    if parameter.shape[0] % ranks:
+        raise ValueError(
+            f"{name} has {parameter.shape[0]} rows, which {ranks} ranks cannot share evenly: pad them to "
+            f"{ceil_to(parameter.shape[0], ranks)}, or choose another world size"
+        )
 
 
 def _new_state(parameter: Tensor) -> dict[str, Any]:
