@@ -233,6 +233,8 @@ class NVFP4CacheLayer(Layer):
         """Remove all tokens. The next ones may have another batch size."""
         if self.max_tokens is not None:
             self._spare = self._states or self._spare[0], self._spare[1]
+            for states in self._pair:
+                states.changes += 1  # the next tokens overwrite these
         self.is_initialized = False  # transformers 5.17 and older keep it set
         super().reset()
         self._reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ class Narrowed:
     """
 
     def __init__(self, layers: Sequence[Any], batch: int) -> None:
-        self._layers, self.rows, self.order = layers, batch, list(range(batch))
+        self._layers = weakref.WeakSet(layers)  # which have this object: a cycle would keep their buffers
+        self._device, self.rows, self.order = layers[0].device, batch, list(range(batch))
         self._padding: tuple[Any, Any] = None, None
 
     def keep(self, ended: Sequence[bool], rows: int) -> list[int]:
@@ -37,7 +39,7 @@ class Narrowed:
             for each in (self.order, before):
                 each[i], each[j] = each[j], each[i]
         self.rows = rows
-        self.texts = torch.tensor(self.order[:rows], dtype=torch.int64, device=self._layers[0].device)
+        self.texts = torch.tensor(self.order[:rows], dtype=torch.int64, device=self._device)
         self._padding = None, None
         for layer in self._layers:
             layer.narrow(self)
@@ -46,11 +48,7 @@ class Narrowed:
     def _move(self, rows: list[int], to: list[int]) -> None:
         if not rows:
             return
-        device = self._layers[0].device
-        source, target = (
-            torch.tensor(rows, dtype=torch.int64, device=device),
-            torch.tensor(to, dtype=torch.int64, device=device),
-        )
+        source, target = (torch.tensor(each, dtype=torch.int64, device=self._device) for each in (rows, to))
         for layer in self._layers:
             for t in layer.by_text:
                 t.index_copy_(0, target, t.index_select(0, source))

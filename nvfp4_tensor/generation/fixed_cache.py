@@ -42,16 +42,16 @@ class Buffers:
 
     def __init__(self) -> None:
         self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
-        self._user: weakref.ref[FixedCache] | None = None
+        self._users: list[weakref.ref[FixedLayer]] = []
 
     @property
     def in_use(self) -> bool:
-        """Whether a cache with these buffers exists."""
-        return self._user is not None and self._user() is not None
+        """Whether a layer with these buffers exists."""
+        return any(user() is not None for user in self._users)
 
     def lend(self, cache: FixedCache) -> None:
         """Let the cache's layers take the buffers, or leave theirs."""
-        self._user = weakref.ref(cache)
+        self._users = [weakref.ref(layer) for layer in cache.layers]
         for i, layer in enumerate(cache.layers):
             layer.index, layer.lender = i, self
 
@@ -62,10 +62,12 @@ class FixedLayer(Layer):
     Attributes:
         rows: buffers are of a multiple of so many texts, each at its own positions, without padding; None: of all.
         moves: how often the buffers were replaced.
+        is_read: whether a reader may keep a part of the buffers, which no other tokens then take.
     """
 
     index: int = 0
     lender: Buffers | None = None
+    is_read: bool = False
 
     def __init__(self, capacity: int, rows: int | None = None) -> None:
         self.capacity, self.rows, self.moves = capacity, rows, 0
@@ -86,7 +88,7 @@ class FixedLayer(Layer):
 
     @buffers.setter
     def buffers(self, pair: tuple[Tensor, Tensor] | None) -> None:
-        self._pair = pair
+        self._pair, self.is_read = pair, False
         self.moves += 1
 
     def step_buffers(self) -> DenseBuffers:
@@ -112,6 +114,13 @@ class FixedLayer(Layer):
         self.moves += 1
 
     def _view(self, which: int) -> Tensor | None:
+        self.is_read = True
+        if self.lender is not None:
+            self.lender.pairs.pop(self.index, None)
+            self.lender = None
+        return self._tokens(which)
+
+    def _tokens(self, which: int) -> Tensor | None:
         self._undo_narrowing()
         return None if self.buffers is None else self.buffers[which][:, :, : self.length]
 
@@ -123,6 +132,8 @@ class FixedLayer(Layer):
         if entries is not None:
             self.lender, self.batch = None, len(entries)
             self._move([t.index_select(0, entries.to(t.device)) for t in self.by_text])
+        elif self.is_read:
+            self._move(self.by_text)
 
     def _move(self, tokens: list[Tensor]) -> None:
         """Move to other buffers, which hold these keys and values (batch, heads, length, head_dim)."""
@@ -184,8 +195,9 @@ class FixedLayer(Layer):
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = new
         self.length = end
-        assert self.keys is not None and self.values is not None
-        return self.keys, self.values
+        keys, values = self._tokens(0), self._tokens(1)
+        assert keys is not None and values is not None
+        return keys, values
 
     def _check_is_of_all(self) -> None:
         if self.rows is not None:

@@ -151,6 +151,11 @@ def test_what_is_refused():
         layer.update(*states(batch=2))
     layer.reset()
     assert layer.nbytes == NVFP4CacheLayer(recent=5).nbytes == 0
+    layer = NVFP4CacheLayer(recent=0, max_tokens=64)
+    keys, _ = layer.update(*states())
+    layer.reset()  # whose memory the next tokens take
+    with pytest.raises(RuntimeError, match="has removed or reordered tokens since"):
+        keys.sum()
     for name, wrong in (("recent", [-1, 1.0, None]), ("sink", [-1, 1.0, None]), ("max_tokens", [0, -3, 2.5])):
         for number in wrong:
             with pytest.raises(ValueError, match=f"{name} must be a number of tokens"):

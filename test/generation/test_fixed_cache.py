@@ -1,7 +1,5 @@
 """Test the cache with fixed buffers: its memory, and what else sees it (its layers: test_layers.py)."""
 
-import gc
-
 import pytest
 import torch
 
@@ -10,6 +8,7 @@ import transformers
 from transformers import DynamicCache
 
 from nvfp4_tensor.generation import fixed_cache
+from nvfp4_tensor.generation.ended_texts import narrow
 from nvfp4_tensor.generation.fixed_cache import Buffers, FixedCache, keeps_all_keys, static_view
 
 
@@ -38,9 +37,9 @@ def test_buffers_are_lent_again():
     append([cache], 4)
     addresses = [each.buffers[0].data_ptr() for each in cache.layers]
     assert lender.in_use
+    narrow(cache, [True, False])
     del cache
-    gc.collect()
-    assert not lender.in_use
+    assert not lender.in_use  # at once
     cache = FixedCache(2, 50, lender)
     append([cache, DynamicCache()], 3)
     assert [each.buffers[0].data_ptr() for each in cache.layers] == addresses
@@ -48,6 +47,24 @@ def test_buffers_are_lent_again():
     other = FixedCache(2, 50, lender)
     other.update(*states(3, batch=1), 0)  # another batch size
     assert other.layers[0].buffers[0].data_ptr() not in addresses
+
+
+def test_what_a_reader_keeps_is_not_lent_again():
+    """Keys of one text do not become those of a later one, nor those of tokens after a crop."""
+    lender = Buffers()
+    cache = FixedCache(2, 50, lender)
+    append([cache], 4)
+    before, layer = cache.layers[0].keys, cache.layers[1]
+    kept = before.clone()
+    cache.crop(-2)
+    append([cache], 2)
+    assert torch.equal(before, kept) and torch.equal(cache.layers[0].keys[:, :, :2], kept[:, :, :2])
+    del cache
+    assert lender.in_use and layer.length == 4
+    del layer
+    assert not lender.in_use
+    append([FixedCache(2, 50, lender)], 4)
+    assert torch.equal(before, kept)
 
 
 def test_other_texts_are_not_appended():
