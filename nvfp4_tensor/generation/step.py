@@ -13,10 +13,11 @@ from nvfp4_tensor.generation.decoder import CACHES, KWARGS, DecodeCounts, Decode
 def decode_natively(model: PreTrainedModel, enable: bool = True, *, batch_invariant: bool = False) -> PreTrainedModel:
     """Generate text at the speed of memory: one CUDA graph per token on a GPU, one native op per token on a CPU.
 
-    After this call, a token after the prompt is computed natively by ``generate``, by a call of the model, and by
-    :func:`nvfp4_tensor.generation.generate`, for up to 256 texts, which may have padding before them. Everything else
-    still uses transformers: beam search, assistant models, other caches, training and autocast. ``generate`` gets a
-    cache with fixed buffers for greedy search and sampling, unless another one is requested. On CUDA,
+    After this call, a token after the prompt is computed natively by ``generate``, by a call of the model with the
+    cache that ``generate`` returned, and by :func:`nvfp4_tensor.generation.generate`, for up to 256 texts, which may
+    have padding before them. Everything else still uses transformers: beam search, assistant models, other caches,
+    training and autocast. ``generate`` gets a cache with fixed buffers for greedy search and sampling, unless another
+    one is requested; it lacks the tokens behind texts that ended before the others. On CUDA,
     ``nvfp4_cache(config, max_tokens=...)`` serves too. Results are rounded where the model rounds, except inside
     attention, which accumulates in float32. Nothing is compiled. :func:`decode_counts` says how many calls were native.
 
