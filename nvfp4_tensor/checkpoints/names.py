@@ -64,8 +64,8 @@ def warn_of_activations(entries: Mapping[str, Entry]) -> None:
     if others:
         warn_user(
             f"the activations of {some(others)} are quantized by ({entries[others[0]].activation}), which files do not "
-            f"say: their readers quantize by ({plain}), with another error. To measure what is deployed, give "
-            "activation_spec=QuantizeSpec() to the NVFP4Config",
+            f"say: their readers quantize by ({plain}), with another error. To measure what is deployed, give the "
+            "NVFP4Config a QuantizeSpec() as activation_spec",
         )
 
 
