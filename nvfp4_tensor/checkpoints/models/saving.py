@@ -27,6 +27,7 @@ from nvfp4_tensor.quantization.experts import in_mixtral, names_in_files
 from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.model_families import MIXTRAL_TYPES
 from nvfp4_tensor.quantization.names import some
+from nvfp4_tensor.quantization.observer import InputStatistics
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
 
@@ -69,14 +70,16 @@ def save(
         checkpoints.save(model, "SmolLM2-135M-NVFP4", format="compressed-tensors")
 
     Raises:
-        ValueError: a tensor cannot be stored in the format, or the model has adapters; the message has the name.
-            Nothing is written.
+        ValueError: a tensor cannot be stored in the format, or the model has adapters or is prepared for a calibration;
+            the message has the name. Nothing is written.
     """
     if mismatched_scales not in ("requantize", "keep", "refuse"):
         raise ValueError(f"mismatched_scales: expected 'requantize', 'keep' or 'refuse', found {mismatched_scales!r}")
     target = format_named(format)
     model = unwrapped(model) if isinstance(model, nn.Module) else model
     checkpoint: Checkpoint = ModelCheckpoint(model, config, mismatched_scales)
+    if format not in ("dense", "gguf") and not any(entry.is_coded for entry in checkpoint.entries.values()):
+        warn_user(f"the {type(model).__name__} has only dense weights: quantize it, or give format='dense'")
     target.write(WeightOnly(checkpoint) if weight_only else checkpoint, Path(path), progress=progress, **options)
 
 
@@ -205,6 +208,11 @@ def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[st
             raise ValueError(
                 f"{adapted[0]} has adapters, which no reader of checkpoints knows: merge them with "
                 "training.merge_lora(model), or save model.unload() and, before it, model.save_pretrained(folder)"
+            )
+        if prepared := [name for name, module in model.named_modules() if isinstance(module, InputStatistics)]:
+            raise ValueError(
+                f"{prepared[0]} is prepared, and its observations are no part of a checkpoint: finish with step "
+                '"convert" of the config'
             )
         model = model.state_dict(keep_vars=True)
     seen: set[int] = set()

@@ -198,10 +198,12 @@ def test_shared_tensors_are_written_once(tmp_path):
     model = nn.Module()
     model.embed, model.head = nn.Embedding(32, 64), nn.Linear(64, 32, bias=False)
     model.head.weight = model.embed.weight
-    checkpoints.save(model, tmp_path / "a", progress=False)
+    checkpoints.save(model, tmp_path / "a", format="dense", progress=False)
     assert set(content(tmp_path / "a")) == {"embed.weight"}
-    checkpoints.save(model.state_dict(), tmp_path / "b", progress=False)  # a state dict has both names
+    checkpoints.save(model.state_dict(), tmp_path / "b", format="dense", progress=False)  # which has both names
     assert content(tmp_path / "b")["embed.weight"] == content(tmp_path / "a")["embed.weight"]
+    with pytest.warns(UserWarning, match="^the Module has only dense weights: .*format='dense'"):
+        checkpoints.save(model, tmp_path / "c", progress=False)
 
 
 IDLE = {"activation_spec": QuantizeSpec(), "activation_amax": torch.zeros(())}
@@ -214,6 +216,7 @@ SIGNED = dict.fromkeys(("weight_spec", "activation_spec"), QuantizeSpec(hadamard
         (lambda b: b.to("meta"), r"q_proj\.weight is on the meta device"),
         (lambda b: quantize_(b, NVFP4Config(**SIGNED)), r"q_proj\.weight: a weight quantized with hadamard_sign"),
         (lambda b: quantize_(b, NVFP4Config()), r"needs a static input scale: use calibrate\(model, batches\)"),
+        (lambda b: quantize_(b, NVFP4Config(step="prepare")), '^q_proj is prepared, .* step "convert"'),
         (lambda b: {"a.weight": quantize(torch.randn(32, 64)).t()}, r"a\.weight: a transposed"),
         (lambda b: {"extra": {}}, "extra is a dict: checkpoints can only have tensors"),
         (
