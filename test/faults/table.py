@@ -174,6 +174,8 @@ FAULTS = [
     F("training/distillation/masters.py", "torch.where(of_group > self._amax, 2 * self._amax, self._amax)", "self._amax",
       "training/distillation/test_distill.py"),
     F("training/distillation/masters.py", "dist.all_reduce(largest, dist.ReduceOp.MAX)", "pass", "distributed/test_distillation.py"),
+    F("training/distillation/run.py", "torch.inference_mode(False), torch.enable_grad(), ", "",
+      "training/distillation/test_distill.py"),
     F("training/distillation/run.py", "digest(weights)", "str()", "training/distillation/test_distill.py"),
     F("training/distillation/run.py", "torch.clear_autocast_cache()", "pass", "training/distillation/test_models.py"),
     F("training/distillation/divergence.py", "reverse * q * (difference - backward[:, None])", "reverse * q * difference",

@@ -131,7 +131,7 @@ def distill(
             f"{type(model).__name__} is quantized already: give the dense model as teacher=, and a config without "
             "base_config and static, because the codes and scales stay"
         )
-    with restored(model, only_on_error=True):
+    with torch.inference_mode(False), torch.enable_grad(), restored(model, only_on_error=True):
         if teacher is None:
             to_dense(model)
             teacher = _copy_of(model)

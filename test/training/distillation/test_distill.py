@@ -154,6 +154,16 @@ def test_a_run_that_stops_goes_on_to_the_same_bits(config, tmp_path):
             distill(*differing, folder=tmp_path, progress=False)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_trains_whatever_the_callers_mode_is(mode):
+    """As calibrate and gptq, which are called in the same block."""
+    model, whole, ids = dense_model(), dense_model(), batches()
+    with mode():
+        distill(model, ids, DistillConfig(static=True), steps=2, progress=False)
+    distill(whole, ids, DistillConfig(static=True), steps=2, progress=False)
+    assert same_bits(model, whole)
+
+
 def test_a_loss_that_is_not_finite_restores_the_model():
     model, broken = dense_model(), dense_model()
     with torch.no_grad():
