@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 WORDS = {
+    "calibrate(model, batches), after model.requires_grad_() if it is NVFP4 already": "calibrate(model, batches)",
     "calibrate(model, batches)": "`nvfp4 quantize --calibrate TEXT` of the dense model",
     "checkpoints.quantize": "`nvfp4 quantize`",
     "checkpoints.convert": "`nvfp4 convert`",

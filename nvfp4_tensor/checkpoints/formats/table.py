@@ -366,7 +366,8 @@ class TableFormat(Format):
             if dynamic:
                 raise ValueError(
                     f"{some(dynamic)} quantize activations by the amax of each call, but {self.name} needs a static "
-                    "input scale: use calibrate(model, batches), or write only the weights with weight_only=True"
+                    "input scale: use calibrate(model, batches), after model.requires_grad_() if it is NVFP4 already, "
+                    "or write only the weights with weight_only=True"
                 )
             warn_of_mixed_groups(checkpoint)
             warn_of_activations(checkpoint.entries)

@@ -13,6 +13,7 @@ from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec, calib
 from nvfp4_tensor.checkpoints import parts_of, tensor_of
 from nvfp4_tensor.checkpoints.models.opening import open_model
 from nvfp4_tensor.checkpoints.parts import with_scale
+from nvfp4_tensor.quantization import gptq
 from nvfp4_tensor.training import NVFP4AdamW, NVFP4Optimizer, to_nvfp4_parameters
 
 
@@ -86,6 +87,20 @@ def test_a_static_amax_comes_back_as_it_was(tmp_path):
         with checkpoints.read(tmp_path / folder) as read:
             found = [tensor_of(read.linear(f"layers.{i}.weight")).activation_amax for i in range(20)]
         assert torch.equal(torch.stack(found), amaxes), folder
+
+
+def test_codes_get_the_static_scales_that_files_need(tmp_path, block):
+    """As the message says: those of gptq, for instance, which its activations' scales do not come with."""
+    x = torch.randn(8, 64).bfloat16()
+    gptq(block, [x], NVFP4Config(), filter_fn=lambda module, name: isinstance(module, nn.Linear), progress=False)
+    with pytest.raises(ValueError, match=r"static .*calibrate\(model, batches\), after model.requires_grad_\(\) if it"):
+        checkpoints.save(block, tmp_path / "a", progress=False)
+    codes = {name: weight.qdata.clone() for name, weight in block.named_parameters() if name.endswith("weight")}
+    calibrate(block.requires_grad_(), [x], NVFP4Config(), progress=False)
+    checkpoints.save(block, tmp_path / "a", progress=False)
+    again = checkpoints.load(Block().bfloat16(), tmp_path / "a", progress=False)
+    assert torch.equal(again(x), block(x)) and not block.q_proj.weight.requires_grad
+    assert all(torch.equal(again.get_parameter(name).qdata, each) for name, each in codes.items())
 
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao"])
