@@ -28,8 +28,8 @@ SHORT = 1024
 them or faster. With FP8 activations, whose products take a host 0.15 ms each, twice as many."""
 LEAST = 16
 """Short prompts are computed for at least so many tokens of each text."""
-KINDS = 16
-"""The largest number of graphs of prompts. The oldest gives way."""
+KINDS = 32
+"""The largest number of graphs of prompts, more than there are lengths for one text. The oldest gives way."""
 
 
 def fits(model: Model) -> bool:
