@@ -1,4 +1,4 @@
-"""Merge LoRA adapters into NVFP4 weights, with stochastic rounding of the sum."""
+"""Merge LoRA adapters into NVFP4 weights, by stochastic rounding on the grids that the weights have."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.numerics.random_state import rng_state_of
 from nvfp4_tensor.quantization.linear import PRE_SCALE
 from nvfp4_tensor.quantization.weights import shared_amax
+from nvfp4_tensor.tensor.arguments import resolve_rng_state
 from nvfp4_tensor.tensor.fp8 import NOT_MERGED, FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
 from nvfp4_tensor.training.weights.base import scale_groups
 from nvfp4_tensor.training.weights.headroom import move_to_per_tensor_scale
+from nvfp4_tensor.training.weights.write_back import write_back
 
 
 @torch.no_grad()
@@ -32,16 +34,17 @@ def merge_low_rank(
     rng_state: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> NVFP4Tensor:
-    """Return decode(w) + scaling * b @ a, computed in float32 and quantized by ``w.spec`` with ``round_mode``.
+    """Return decode(w) + scaling * b @ a, computed in float32 and rounded.
 
-    Rounding to nearest loses a delta of less than half a step. Stochastic rounding, with block scales rounded up so
-    that nothing clips, keeps it in expectation. Codes and scales are new; everything else is as in w.
+    Stochastic rounding is :func:`write_back`'s: it keeps the sum in expectation on the grid that w has, so its noise is
+    in proportion to the delta. Other modes quantize the sum anew by ``w.spec``; rounding to nearest loses a delta of
+    less than half a step. Codes and scales are new; everything else is as in w.
 
     Args:
         w: (N, K), not transposed, without a Hadamard transform, with one per-tensor scale.
         a, b: (r, K) and (N, r), floating point, on the device of w.
         scaling: the factor of the product; lora_alpha / r for peft's adapters.
-        round_mode: the rounding mode, instead of that of ``w.spec``.
+        round_mode: "stochastic", or another rounding mode instead of that of ``w.spec``.
         rng_state, generator: the source of random bits, as for :func:`quantize`.
 
     Raises:
@@ -54,8 +57,11 @@ def merge_low_rank(
     _check_weight(w, "w")
     if a.dim() != 2 or b.dim() != 2 or (b.shape[0], a.shape[1]) != w.shape or a.shape[0] != b.shape[1]:
         raise ValueError(f"a {tuple(a.shape)} and b {tuple(b.shape)} are not (r, K) and (N, r) of w {tuple(w.shape)}")
-    values = w.dequantize(torch.float32) + (b.float() @ a.float()) * scaling
-    return _requantized(w, values, round_mode, rng_state, generator)
+    delta, mode = (b.float() @ a.float()) * scaling, RoundingMode.of(round_mode)
+    if mode == RoundingMode.STOCHASTIC:
+        rng_state = resolve_rng_state(delta, w.spec.with_round_mode(mode), rng_state, generator)
+        return write_back(w, delta, rng_state=rng_state)
+    return _requantized(w, w.dequantize(torch.float32) + delta, mode)
 
 
 @torch.no_grad()
@@ -64,8 +70,9 @@ def merge_lora(
 ) -> nn.Module:
     """Merge peft's active LoRA adapters into the weights, in place, and return the model without adapters.
 
-    To an NVFP4 weight, the sum of the adapters' deltas is added in float32, and the result is rounded once. Specs,
-    static activation scales and backends do not change. Linears that share a per-tensor scale go on sharing one.
+    To an NVFP4 weight, the sum of the adapters' deltas is added in float32, and the result is rounded once, as by
+    :func:`merge_low_rank`. Specs, static activation scales and backends do not change. Linears that share a per-tensor
+    scale go on sharing one.
 
     peft merges dense weights (linears, embeddings, convolutions, attention, DoRA and the like), trainable tokens and
     modules_to_save. In contrast, peft's ``merge_and_unload()`` with ``get_apply_tensor_subclass`` rounds once per
@@ -116,21 +123,30 @@ def _merge_group(weights: dict[str, NVFP4Tensor], adapted: dict[str, Any], mode:
 
     Those without adapters keep their codes: where the sums of others need a larger scale, it is 2, 4, ... times larger.
     """
-    sums = {name: w.dequantize(torch.float32) + _delta(adapted[name]) for name, w in weights.items() if name in adapted}
-    first, scale = next(iter(weights.values())), None
-    amax = shared_amax(sums.values(), first.spec).to(first.device)
-    if len(sums) < len(weights):
-        held = first.per_tensor_scale.clone()
-        power = 2.0 ** math.ceil(math.log2(max((amax / (held * first.spec.largest_value)).item(), 1.0)))
-        for name in weights.keys() - sums.keys():
-            move_to_per_tensor_scale(weights[name], power)
-        scale = held * power
-        amax = scale * first.spec.largest_value
-    for name, values in sums.items():
-        w = weights[name]
-        rng_state = rng_state_of("merge", seed, name.removesuffix(".base_layer.weight"), 0, w.device)
-        new = _requantized(w, values, mode, rng_state, None, amax)
-        w.copy_(new if scale is None else new._replace(per_tensor_scale=scale.to(w.device)))
+    deltas = {name: _delta(adapted[name]) for name in weights if name in adapted}
+    new = dict(weights)
+    if mode == RoundingMode.STOCHASTIC:
+        for name, delta in deltas.items():
+            rng_state = rng_state_of("merge", seed, name.removesuffix(".base_layer.weight"), 0, delta.device)
+            new[name] = write_back(weights[name], delta, rng_state=rng_state)
+        largest = max(w.per_tensor_scale.item() for w in new.values())
+    else:
+        sums = {name: weights[name].dequantize(torch.float32) + delta for name, delta in deltas.items()}
+        first, scale = next(iter(weights.values())), None
+        amax = shared_amax(sums.values(), first.spec).to(first.device)
+        if len(sums) < len(weights):
+            held = first.per_tensor_scale
+            scale = held * 2.0 ** math.ceil(math.log2(max((amax / (held * first.spec.largest_value)).item(), 1.0)))
+            amax = scale * first.spec.largest_value
+        for name, values in sums.items():
+            each = _requantized(weights[name], values, mode, amax)
+            new[name] = each if scale is None else each._replace(per_tensor_scale=scale.to(each.device))
+        largest = new[next(iter(sums))].per_tensor_scale.item()
+    for name, w in new.items():
+        if (power := largest / w.per_tensor_scale.item()) > 1:
+            move_to_per_tensor_scale(w, power)
+        if name in deltas:
+            weights[name].copy_(w)
 
 
 def _unwrap_saved_modules(model: nn.Module) -> None:
@@ -277,17 +293,6 @@ def _check_weight(w: Any, name: str) -> None:
         )
 
 
-def _requantized(
-    w: NVFP4Tensor,
-    values: Tensor,
-    round_mode: RoundingMode | str,
-    rng_state: Tensor | None,
-    generator: torch.Generator | None,
-    amax: Tensor | None = None,
-) -> NVFP4Tensor:
-    spec = w.spec.with_round_mode(round_mode)
-    if not spec.is_stochastic:
-        rng_state = generator = None
-    amax = None if amax is None else amax.to(w.device)
-    new = requantize(w, values, spec, amax=amax, rng_state=rng_state, generator=generator)
+def _requantized(w: NVFP4Tensor, values: Tensor, mode: RoundingMode, amax: Tensor | None = None) -> NVFP4Tensor:
+    new = requantize(w, values, w.spec.with_round_mode(mode), amax=None if amax is None else amax.to(w.device))
     return w._replace(qdata=new.qdata, scale=new.scale, per_tensor_scale=new.per_tensor_scale)
