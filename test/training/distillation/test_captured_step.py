@@ -82,6 +82,4 @@ def test_compiled_blocks_are_replayed(monkeypatch):
         warnings.filterwarnings("error", "the model waits for the device")
         _, found = on_gpu(config=dataclasses.replace(CONFIG, compile=True))
     assert len(replays) == 2 * 7
-    # Other last bits change codes, and the paths part: by 9 % after eight steps of one run.
-    torch.testing.assert_close(torch.tensor(found[:5]), torch.tensor(losses[:5]), rtol=0.05, atol=0)
-    assert found[-1] == pytest.approx(losses[-1], rel=0.3) and found[-1] < found[0]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=0.05, atol=0)
