@@ -150,6 +150,18 @@ def test_quantized_activations(natively, steps):
     assert error.median() < 0.05 and error.max() < 0.3
 
 
+@pytest.mark.parametrize("length", [513, 600, 1024])
+def test_prompts_of_many_lengths_share_graphs(length, natively):
+    """Above 512 tokens, padded to a multiple of 128: tokens see none of it, and neither does what is read next."""
+    model = natively(tiny_model("Llama"))
+    ids, cache = prompt(model, 1, length + 3), FixedCache(4, 16)
+    with torch.no_grad():
+        parts = [model(ids[:, :length], **{CACHE: cache}).logits]
+        parts += [model(ids[:, i : i + 1], **{CACHE: cache}).logits for i in range(length, length + 3)]
+    assert [key[1] for key in vars(model)["forward"].plan().prompts._kinds] == [-(-length // 128) * 128]
+    assert relative_error(torch.cat(parts, 1), own_logits(model, ids)).max() < 0.04
+
+
 @pytest.mark.parametrize("short", [8, 128])
 def test_fp8_activations_of_long_prompts(short, natively, monkeypatch):
     """Each prompt of as many tokens as that takes has them, and shorter ones of a batch with as many do not.
