@@ -261,11 +261,17 @@ ACTIVATIONS = {
 
 
 def rows_of(subject: str) -> dict[str, dict[str, Any]]:
-    """A model's rows by name. Distillation's are called by their format (the last counts), W4A4 w4a4_nearest."""
+    """A model's rows by name. Distillation's are called by their format (of seeds, the median), W4A4 w4a4_nearest."""
     rows = {row["name"]: row for row in load(MACHINE, f"perplexity_{subject}")["rows"]}
     if "w4a4" in rows:
         rows["w4a4_nearest"] = rows.pop("w4a4")
-    return rows | {row["row"].partition(":")[0]: row for row in load(MACHINE, f"distillation_{subject}")["rows"]}
+    distilled: dict[str, list[dict[str, Any]]] = {}
+    for row in load(MACHINE, f"distillation_{subject}")["rows"]:
+        distilled.setdefault(row["row"].partition(":")[0], []).append(row)
+    for name, seeds in distilled.items():
+        seeds.sort(key=lambda row: next(iter(row["texts"].values()))["increase"])
+        rows[name] = seeds[len(seeds) // 2]
+    return rows
 
 
 def duration(row: dict[str, Any]) -> str:
