@@ -27,7 +27,6 @@ from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig as TorchaoWeightO
 from torchao.quantization import quantize_
 
 from benchmarks import harness
-from benchmarks.accuracy import llama_rows
 from benchmarks.accuracy.subjects import Evaluation, open_subject, peak_gb, text_cells, text_heads
 from benchmarks.accuracy.texts import WINDOW, calibration_batches
 from benchmarks.harness import record, result_path, save, table, with_earlier
@@ -41,7 +40,6 @@ from nvfp4_tensor.sizes import bits_per_weight
 TOKENS, CALIBRATION_TOKENS, CALIBRATION_WINDOW = 32_768, 8_192, 512
 
 SEARCH = QuantizeSpec(scale_search="mse", scale_ceiling=448)
-UP = SEARCH.replace(scale_rounding="up", scale_ceiling=448)
 WEIGHTS = NVFP4WeightOnlyConfig(weight_spec=SEARCH)
 BOTH = NVFP4Config(weight_spec=SEARCH)
 Batches = list[Tensor]
@@ -63,12 +61,6 @@ def _gptq(config: Any, **options: Any) -> Callable[[nn.Module, Batches], None]:
 def _gptq_on_own_text(model: nn.Module, batches: Batches) -> None:
     text = generate_calibration_text(model, tokens=4096, window=CALIBRATION_WINDOW, seed=0)
     gptq(model, text, NVFP4WeightOnlyConfig(weight_spec=SEARCH), filter_fn=is_quantized_layer)
-
-
-def _weighted_by_own_text(model: nn.Module, batches: Batches) -> None:
-    text = generate_calibration_text(model, tokens=4096, window=CALIBRATION_WINDOW, seed=0)
-    config = NVFP4WeightOnlyConfig(weight_spec=SEARCH, weighted=True)
-    calibrate(model, text, config, filter_fn=is_quantized_layer)
 
 
 def _folded(model: nn.Module, batches: Batches) -> None:
@@ -102,10 +94,7 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], Any]]] = {
     "nearest": ("nearest", _plain(NVFP4WeightOnlyConfig())),
     "four_over_six": ("four-over-six", _plain(NVFP4WeightOnlyConfig(four_over_six=True))),
     "search": ("scale search", _plain(WEIGHTS)),
-    "search_up": ("scale search, scales up", _plain(NVFP4WeightOnlyConfig(weight_spec=UP))),
-    "search_256": ("scale search, ceiling 256", _plain(NVFP4WeightOnlyConfig(scale_search="mse"))),
     "weighted": ("weighted scale search *", _calibrated(NVFP4WeightOnlyConfig(weight_spec=SEARCH, weighted=True))),
-    "weighted_own_text": ("weighted scale search on its own text", _weighted_by_own_text),
     "folded": ("AWQ's scales + scale search *", _folded),
     "gptq": ("GPTQ *", _gptq(NVFP4WeightOnlyConfig())),
     "gptq_search": ("GPTQ + scale search *", _gptq(WEIGHTS)),
@@ -115,14 +104,11 @@ ROWS: dict[str, tuple[str, Callable[[nn.Module, Batches], Any]]] = {
     "w4a4": ("W4A4, nearest", _plain(NVFP4Config())),
     "w4a4_search": ("W4A4, scale search for weights", _plain(BOTH)),
     "w4a4_static": ("  static *", _calibrated(BOTH)),
-    "w4a4_headroom": ("  static with headroom *", _calibrated(NVFP4Config(weight_spec=SEARCH, headroom=True))),
-    "w4a4_rows": ("  a scale a token", _plain(NVFP4Config(weight_spec=SEARCH, row_scaled=True))),
     "w4a4_gptq": ("W4A4, GPTQ + scale search *", _gptq(BOTH)),
     "w4a4_rows_gptq": ("  a scale a token *", _gptq(NVFP4Config(weight_spec=SEARCH, row_scaled=True))),
     "cache": ("NVFP4 cache, the latest 64 tokens dense", _cached()),
     "cache_as_it_is": ("  keys not rotated", _cached(rotate_keys=False)),
     "cache_no_dense": ("  every token rounded", _cached(recent=0)),
-    **llama_rows.ROWS,
 }  # fmt: skip
 """Name -> (what the table calls it, what it does to the dense model, or what it returns to judge in its place). A star:
 it learns from the calibration text."""
@@ -176,17 +162,14 @@ def main() -> None:
     ]
     rows = with_earlier(path, [], "name", **settings)
     done = {row["name"] for row in rows}
-    able = [
-        name for name in ROWS if name not in llama_rows.ROWS or (options.model is None and llama_rows.is_installed())
-    ]
-    for name in options.rows or [name for name in able if name not in done]:
+    for name in options.rows or [name for name in ROWS if name not in done]:
         if options.budget is not None and time.perf_counter() - start > options.budget:
             print("the budget is spent: the same command goes on")
             break
         row = run_row(name, subject, batches, evaluation)
         print(f"{time.perf_counter() - start:.0f} s: {name}", *text_cells(row), flush=True)
         found = {each["name"]: each for each in with_earlier(path, [row], "name", **settings)}
-        rows = [found[each] for each in ROWS if each in found]
+        rows = [found[each] for each in {**ROWS, **found} if each in found]
         save(path, record(device, **settings, rows=rows), report(rows, subject.label))
     print(report(rows, subject.label))
 

@@ -1,7 +1,7 @@
 """One training step of the linears of a Llama-8B block against bfloat16: time, memory, each part against its limit.
 
     python -m benchmarks.speed.training_step                       # 8,192 tokens on the GPU
-    python -m benchmarks.speed.training_step --device cpu          # the tutorial's small model, 2,048 tokens
+    python -m benchmarks.speed.training_step --device cpu          # small linears, 2,048 tokens
 
 A step is forward, dgrad and wgrad of one linear, captured in a CUDA graph (eager on a CPU); "all" is the block's four
 linears together. "On end" is one recipe's step again and again, as in training, where the clock is what its own power
@@ -22,21 +22,8 @@ from torch import Tensor, nn
 from torchao.quantization import quantize_
 
 from benchmarks import harness
-from benchmarks.harness import (
-    COPY,
-    Report,
-    Variant,
-    host_time,
-    measure,
-    on_end,
-    record,
-    result_path,
-    save,
-    seconds,
-    table,
-)
+from benchmarks.harness import COPY, Report, Variant, measure, record, result_path, save, seconds, table
 from nvfp4_tensor import QuantizeSpec, training
-from tutorials.train_llama import Settings, Trainer
 
 FUSED = {
     "q and o": (4096, 4096),
@@ -47,7 +34,7 @@ FUSED = {
 """The four products that field measurements of this step were taken of."""
 
 SMALL = {"q, k, v and o": (256, 256), "gate and up": (704, 256), "down": (256, 704)}
-"""The linears of the smaller model of tutorials/train_llama.py, whose whole step is measured on a CPU."""
+"""The linears of the smaller model of tutorials/train_llama.py, for a CPU."""
 
 AGAIN = "w again"
 RECIPES = {**training.RECIPES, AGAIN: training.RECIPES["nvidia"].replace(name=AGAIN, keep_w=False)}
@@ -102,7 +89,7 @@ def steps(
         timings = measure(variants, device, repeats=repeats)
         row = {key: timing.median for key, timing in timings.items() if key != COPY and key != "negate"}
         if device.type == "cuda":
-            row["on end"] = on_end(variants, device, turn=0.3)
+            row["on end"] = harness.on_end(variants, device, turn=0.3)
         row["saved"] = {recipe: saved_bytes(linear, x) for recipe, linear in linears.items()}
         row["method"] = timings["bf16"].method
         results[name] = {"n": n, "k": k, **row}
@@ -209,20 +196,8 @@ def host_times(recipes: list[str], device: torch.device) -> dict[str, float]:
     x = torch.randn(128, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     steps = {r: step_of(linear_by(r, 64, 64, device), x, dy) for r in ("bf16", *recipes)}
-    turns = [{r: host_time(step, device, budget=0.1, rounds=5) for r, step in steps.items()} for _ in range(5)]
+    turns = [{r: harness.host_time(step, device, budget=0.1, rounds=5) for r, step in steps.items()} for _ in range(5)]
     return {r: statistics.median(turn[r] for turn in turns) for r in steps}
-
-
-def model_steps(recipes: list[str], device: torch.device, repeats: int) -> dict:
-    """A step of the tutorial's small model, optimizer and all, by each recipe in turn: seconds."""
-    text = torch.randint(256, (100_000,), dtype=torch.uint8)
-    trainers = {
-        recipe: Trainer(Settings(recipe=recipe, device=str(device)), text, text, RECIPES.get(recipe))
-        for recipe in ("bf16", *recipes)
-    }
-    variants = [Variant(recipe, trainer.train_step, in_graph=False) for recipe, trainer in trainers.items()]
-    timings = measure(variants, device, repeats=repeats)
-    return {recipe: timings[recipe].median for recipe in trainers}
 
 
 def linears_table(results: dict, recipes: list[str]) -> str:
@@ -284,13 +259,10 @@ def main() -> None:
         ratio = blocks[recipe]["seconds"] / blocks["bf16"]["seconds"]
         memory = f", peak {blocks[recipe]['peak'] / 2**30:.2f} GiB" if blocks[recipe]["peak"] else ""
         report(f"compiled block, {recipe}: {seconds(blocks[recipe]['seconds'])} ({ratio:.3f} of bf16){memory}")
-    models = model_steps(options.recipes, device, options.repeats) if on_cpu else {}
-    for recipe, taken_by in models.items():
-        report(f"step of the tutorial's model, {recipe}: {seconds(taken_by)} ({taken_by / models['bf16']:.3f} of bf16)")
     host = host_times(options.recipes, device)
     for recipe, taken_by in host.items():
         report(f"host time of a linear, {recipe}: {seconds(taken_by)} ({taken_by / host['bf16']:.2f} of bf16)")
-    content = record(device, tokens=tokens, linears=results, parts=taken, blocks=blocks, models=models, host=host)
+    content = record(device, tokens=tokens, linears=results, parts=taken, blocks=blocks, host=host)
     save(result_path(device, "training_step", options.out), content, report.text)
 
 

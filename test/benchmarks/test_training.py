@@ -88,9 +88,8 @@ def test_a_study_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_training_step(monkeypatch, tmp_path):
-    """But for compiling, and whole models."""
+    """But for compiling."""
     monkeypatch.setattr(training_step, "SMALL", {"square": (64, 64)})
-    monkeypatch.setattr(training_step, "model_steps", lambda *_: {})
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     command = "training_step --device cpu --tokens 64 --repeats 1 --recipes nvidia --out"
     monkeypatch.setattr(sys, "argv", [*command.split(), str(tmp_path)])
