@@ -1,6 +1,5 @@
 """The benchmarks of accuracy: their texts share nothing with the evaluation, and rows from end to end."""
 
-import argparse
 import json
 import pydoc_data.topics
 import sys
@@ -8,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.distillation import batches, dense_model
 
 from benchmarks.accuracy import distillation as benchmark
-from benchmarks.accuracy import own_model, perplexity, subjects, texts
+from benchmarks.accuracy import own_model, perplexity, texts
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -48,19 +46,6 @@ def test_calibration_and_evaluation_are_disjoint():
     assert len(text) > 500_000 and len(shared) < 0.002 * len(text.splitlines())
 
 
-@pytest.mark.parametrize("row", ["w4a4", "w4a16:start=gptq,learning_rate=1e-3"])
-def test_a_row(row, monkeypatch):
-    monkeypatch.setattr(subjects, "WINDOW", 24)
-    dense, judged = dense_model(), {name: batches(1)[0].flatten() for name in ("help", "chat")}
-    given = {"minutes": None, "steps": 12, "every": 1.0, "curve_windows": 2, "folder": None, "budget": None}
-    evaluation = subjects.Evaluation(dense, judged)
-    assert evaluation.of(dense)["help"].items() >= {"increase": 0.0, "agreement": 1.0}.items()
-    found = benchmark.run_row(row, dense, batches(), evaluation, argparse.Namespace(**given))
-    assert (found["steps"], found["tokens"]) == (12, 12 * 96)
-    assert 0 < found["texts"]["help"]["kl"] < 0.1 and found["texts"]["help"]["agreement"] > 0.4
-    assert row in benchmark.report([found])
-
-
 # --- a model of one's own --------------------------------------------------------------------------------------------
 
 
@@ -70,48 +55,27 @@ def run(monkeypatch, module, *arguments: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The same model twice: trained by one call, and by three, of which the first only collects texts."""
-    once, parts = tmp_path_factory.mktemp("once"), tmp_path_factory.mktemp("parts")
-    step, clock = own_model.Trainer.train_step, own_model.time.perf_counter
-
-    def until_two(trainer):
-        loss = step(trainer)
-        if trainer.step == 2:
-            patch.setattr(own_model.time, "perf_counter", lambda: 1e9)
-        return loss
-
+def folder(tmp_path_factory):
+    """A tiny model, trained by two calls, of which the first only collects texts."""
+    folder = tmp_path_factory.mktemp("own")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_model, "EVALUATION_WINDOWS", 2)
         common = ["--size", "tiny", "--steps", 4, "--batch", 1, "--roots", ROOT / "nvfp4_tensor", ROOT / "docs"]
-        run(patch, own_model, "--folder", once, "--out", once, *common)
-        common += ["--folder", parts, "--out", parts]
+        common += ["--folder", folder, "--out", folder]
         run(patch, own_model, "--minutes", 0, *common)
-        assert torch.load(parts / "checkpoint.pt")["step"] == 0
-        patch.setattr(own_model.Trainer, "train_step", until_two)
+        assert torch.load(folder / "checkpoint.pt")["step"] == 0
         run(patch, own_model, *common)
-        assert torch.load(parts / "checkpoint.pt")["step"] == 2
-        patch.setattr(own_model.time, "perf_counter", clock)
-        patch.setattr(own_model.Trainer, "train_step", step)
-        run(patch, own_model, *common)
-    return once, parts
+    return folder
 
 
-def test_parts_have_the_bits_of_one_run(folders):
-    once, parts = (torch.utils._pytree.tree_leaves(torch.load(folder / "checkpoint.pt")) for folder in folders)
-    assert len(once) > 60
-    for a, b in zip(once, parts, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-def test_the_saved_model_is_the_trained_one(folders):
+def test_the_saved_model_is_the_trained_one(folder):
     """The losses of the result are those of the trainer's model, up to the arithmetic of bfloat16."""
-    found, state = torch.load(folders[0] / "texts.pt"), torch.load(folders[0] / "checkpoint.pt")
+    found, state = torch.load(folder / "texts.pt"), torch.load(folder / "checkpoint.pt")
     python = found["evaluation"]["python"]
     settings = own_model.Settings(**{**state["settings"], "batch": 2, "length": 1023})
     trainer = own_model.Trainer(settings, found["training"], python)
     trainer.model.load_state_dict(state["model"])
-    row = json.loads((folders[0] / "training.json").read_text())["rows"][0]
+    row = json.loads((folder / "training.json").read_text())["rows"][0]
     with torch.no_grad():
         loss = trainer._loss_of(python.view(2, 1024).long())
     assert row["loss"] == pytest.approx(loss.item(), abs=2e-3) and row["loss"] < 9.7
@@ -120,10 +84,10 @@ def test_the_saved_model_is_the_trained_one(folders):
     assert not torch.isin(texts.ngrams(found["training"]), seen).any()
 
 
-def test_rows_of_the_model(folders, monkeypatch, tmp_path):
+def test_rows_of_the_model(folder, monkeypatch, tmp_path):
     """A result file keeps its other rows; the calibrated row returns a model, the cache's what judges it."""
-    common = ("--model", folders[0], "--out", tmp_path, "--tokens", 1024, "--texts", "python")
-    path = tmp_path / f"cpu/perplexity_{folders[0].name}.json"
+    common = ("--model", folder, "--out", tmp_path, "--tokens", 1024, "--texts", "python")
+    path = tmp_path / f"cpu/perplexity_{folder.name}.json"
     run(monkeypatch, perplexity, "--rows", "bf16", "nearest", *common)
     first = json.loads(path.read_text())["rows"]
     run(monkeypatch, perplexity, "--rows", "w4a4_static", "cache_no_dense", *common)
@@ -134,7 +98,7 @@ def test_rows_of_the_model(folders, monkeypatch, tmp_path):
     assert 0 < kl["nearest"] < kl["w4a4_static"] < 0.05 and 0 < kl["cache_no_dense"] < 0.05
     assert rows["nearest"]["bits"] == pytest.approx(4.5, abs=0.05)
     assert rows["cache_no_dense"]["bits"] == pytest.approx(4.625, abs=0.05)
-    small = ["--rows", "w4a4:seed=1", "--steps", "2", "--batch", "2", "--window", "128", "--limit", "9000"]
+    small = ["--rows", "w4a4:start=gptq,seed=1", "--steps", "2", "--batch", "2", "--window", "128", "--limit", "9000"]
     run(monkeypatch, benchmark, *small, *common)
-    (row,) = json.loads((tmp_path / f"cpu/distillation_{folders[0].name}.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / f"cpu/distillation_{folder.name}.json").read_text())["rows"]
     assert (row["steps"], row["seed"], list(row["texts"])) == (2, 1, ["python"])

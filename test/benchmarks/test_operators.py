@@ -111,19 +111,6 @@ def test_peers_that_multiply_wrongly_or_raise_are_left_out_by_name() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("peer", peers.PRODUCTS)
-def test_a_peer_multiplies_on_the_gpu(peer: str) -> None:
-    """Where it is installed its product is right, which is what the benchmark demands of it before timing it."""
-    pytest.importorskip(peer)
-    layers = [matmul.Layer.random((512, 1024), torch.device("cuda"), seed) for seed in range(2)]
-    x, report = torch.randn(17, 1024, device="cuda").bfloat16(), harness.Report()
-    found = peers.products(report, {peer: peers.PRODUCTS[peer]}, [layer.weight() for layer in layers], [x])
-    assert not report.lines
-    for layer, linear in zip(layers, found[peer], strict=True):
-        assert peers.relative_error(linear(x), x.float() @ layer.weight().decoded().mT) < 4e-3
-
-
 # --- the harness -----------------------------------------------------------------------------------------------------
 
 

@@ -62,15 +62,6 @@ def test_resumed_is_uninterrupted_bit_for_bit(texts, recipe, tmp_path):
     assert torch.equal(weights(second.model), weights(whole.model))
 
 
-def test_what_is_refused(texts, tmp_path):
-    with pytest.raises(ValueError, match="too few"):
-        corpus(tmp_path, 1000)
-    with pytest.raises(SystemExit, match=r"checkpoint.pt does not exist: omit --resume"):
-        train_llama.main(["--resume", "--output", str(tmp_path / "none")])
-    with pytest.raises(ValueError, match="other settings: learning_rate"):
-        trainer(texts, learning_rate=1e-3).load_state_dict(trainer(texts).state_dict())
-
-
 def test_what_is_quantized(texts):
     model = trainer(texts, keep_last_blocks_dense=0.5).model
     trained = {name for name, module in model.named_modules() if isinstance(module, training.NVFP4TrainingLinear)}
