@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers.optimizer_steps import SEED, assert_same, hyper, moments, run, vector_step, weight_of
+from helpers.optimizer_steps import assert_same, hyper, moments, run, vector_step, weight_of
 
 from nvfp4_tensor import QuantizeSpec, quantize
 from nvfp4_tensor.numerics import layout
@@ -69,22 +69,6 @@ def test_vectors_have_the_bits_of_plain_torch(dtype, grad_dtype, kernels):
     assert_same(part, ([weight], state), rows)
 
 
-def test_what_a_vector_step_refuses():
-    weight, numbers, state = torch.zeros(4), hyper(1), torch.tensor([SEED, 1])
-    for arguments in (
-        (weight, torch.zeros(5), weight, weight, numbers, state),
-        (weight.half(), weight, weight, weight, numbers, state),
-        (weight, weight.double(), weight, weight, numbers, state),
-        (weight, weight, weight.bfloat16(), weight, numbers, state),
-        (weight, weight, weight, weight[:3], numbers, state),
-        (weight, weight, weight, weight, numbers[:7], state),
-        (weight.view(2, 2), weight.view(2, 2), weight, weight, numbers, state),
-    ):
-        for ops in (torch.ops.nvfp4, plain):
-            with pytest.raises((RuntimeError, ValueError), match="must"):
-                ops.adamw_step_vector(*arguments)
-
-
 @pytest.mark.parametrize("kind", ["codes", torch.bfloat16])
 def test_neither_shards_of_rows_nor_threads_change_a_bit(kind, device):
     rows, columns = 513, 512
@@ -107,23 +91,30 @@ def test_neither_shards_of_rows_nor_threads_change_a_bit(kind, device):
         assert_same(([weight[0]], moved), ([whole[0][0]], whole[1]), slice(first, last))
 
 
+REST = {"hyper": hyper(1), "row0": 0}
+MATRIX = {"weight": torch.zeros(8, 32), "grad": torch.zeros(8, 32), "moments": moments(8, 32), **REST}
+VECTOR = {"weight": torch.zeros(4), "grad": torch.zeros(4), "moments": [torch.zeros(4)] * 2, **REST}
+BYTES = torch.zeros(8, 8, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize("ops", [torch.ops.nvfp4, plain], ids=["native", "plain"])
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"grad": torch.zeros(4, 16)}, "matrices of one shape"),
-        ({"grad": torch.zeros(8, 32, dtype=torch.float16)}, "grad must be bfloat16 or float32"),
-        ({"weight": torch.zeros(8, 32, dtype=torch.float16)}, "weight must be bfloat16 or float32"),
-        ({"r": torch.zeros(8, 8, dtype=torch.uint8)}, "r must be bytes"),
-        ({"hyper": torch.zeros(7)}, "hyper must be float32"),
-        ({"row0": -1}, "must not be negative"),
-    ],
-)
-def test_arguments_that_do_not_fit(ops, change, message):
-    r, r_scale, v, v_exponent = moments(8, 32)
-    arguments = {
-        "weight": torch.zeros(8, 32), "grad": torch.zeros(8, 32), "r": r, "r_scale": r_scale, "v": v,
-        "v_exponent": v_exponent, "hyper": hyper(1), "rng_state": torch.tensor([1, 1]), "row0": 0, **change,
-    }  # fmt: skip
+@pytest.mark.parametrize("given, change, message", [
+    (MATRIX, {"grad": torch.zeros(4, 16)}, "matrices of one shape"),
+    (MATRIX, {"grad": torch.zeros(8, 32).half()}, "grad must be bfloat16 or float32"),
+    (MATRIX, {"weight": torch.zeros(8, 32).half()}, "weight must be bfloat16 or float32"),
+    (MATRIX, {"moments": [BYTES, *moments(8, 32)[1:]]}, "r must be bytes"),
+    (MATRIX, {"hyper": torch.zeros(7)}, "hyper must be float32"),
+    (MATRIX, {"row0": -1}, "must not be negative"),
+    (VECTOR, {"grad": torch.zeros(5)}, "must"),
+    (VECTOR, {"grad": torch.zeros(4).double()}, "must"),
+    (VECTOR, {"weight": torch.zeros(4).half()}, "must"),
+    (VECTOR, {"moments": [torch.zeros(4).bfloat16(), torch.zeros(4)]}, "must"),
+    (VECTOR, {"moments": [torch.zeros(4), torch.zeros(3)]}, "must"),
+    (VECTOR, {"hyper": torch.zeros(7)}, "must"),
+    (VECTOR, {"weight": torch.zeros(2, 2), "grad": torch.zeros(2, 2)}, "must"),
+])  # fmt: skip
+def test_arguments_that_do_not_fit(ops, given, change, message):
+    weight, grad, states, numbers, row0 = {**given, **change}.values()
+    step = ops.adamw_step if given is MATRIX else ops.adamw_step_vector
     with pytest.raises((ValueError, RuntimeError), match=message):
-        ops.adamw_step(*arguments.values())
+        step(weight, grad, *states, numbers, torch.tensor([1, 1]), row0)

@@ -396,7 +396,6 @@ def test_invalid_arguments_raise(kernels):
     state = rng_state().to(kernels)
     for call, message in (
         (lambda: N.quantize(x.double(), amax, None, nearest), "bfloat16, float16 or float32"),
-        (lambda: N.quantize(x.long(), amax, None, nearest), "cast"),
         (lambda: N.quantize(x, amax, None, STOCHASTIC.pack()), "rng_state"),
         (lambda: N.quantize(x, None, None, EDEN.pack()), "EDEN needs rng_state"),
         (lambda: N.quantize_activation(x, None, EDEN.pack(), torch.bfloat16), "EDEN needs rng_state"),
@@ -404,9 +403,7 @@ def test_invalid_arguments_raise(kernels):
         (lambda: N.quantize(x, amax, state, QuantizeSpec(row_scaled=True).pack()), "QuantizeSpec|quantize_rows"),
         (lambda: plain.quantize(x, amax, state, QuantizeSpec(row_scaled=True).pack()), "use quantize_rows"),
         *((lambda op=op, sign=sign: op(x[:, :4], sign), f"mask from 0 to 0xFFFF, not {sign}")
-          for op in (N.amax, N.hadamard, plain.amax)
-          for sign in (1 << 16, 1 << 31, -2)),
-        (lambda: N.amax(x, 1 << 40), f"mask from 0 to 0xFFFF, not {1 << 40}"),
+          for op, sign in itertools.product((N.amax, N.hadamard, plain.amax), (1 << 16, 1 << 40, -2))),
     ):  # fmt: skip
         with pytest.raises((RuntimeError, ValueError, TypeError), match=message):
             call()
