@@ -87,8 +87,8 @@ class Kind:
 
     Attributes:
         apply: quantize the linears of a model that a filter selects.
-        trains: it is for training: gradients of its parameters are compared, too.
-        changes_modules: its state dict belongs to a model of the same kind.
+        trains: it is for training: gradients of its parameters are compared, too, and its state dict belongs to a model
+            of the same kind.
         makes: return its optimizer.
         tokens: the length of its text: FP8 products begin at 768 rows.
     """
@@ -96,7 +96,6 @@ class Kind:
     name: str
     apply: Callable[[Any, Filter], None]
     trains: bool = False
-    changes_modules: bool = False
     makes: Callable[[Any], torch.optim.Optimizer] | None = None
     family: str = "Llama"
     tokens: int = 16
@@ -169,11 +168,11 @@ KINDS = {
         Kind("fp8", _configured(lambda: NVFP4WeightOnlyConfig(activations="fp8")), tokens=768),
         Kind("gptq", _gptq),
         Kind("experts", _experts, family="Mixtral"),
-        Kind("training", _configured(training.NVFP4TrainingConfig), trains=True, changes_modules=True),
-        Kind("qat", _configured(lambda: QATConfig(NVFP4Config(), step="prepare")), trains=True, changes_modules=True),
-        Kind("lora", _adapters_on_codes, trains=True, changes_modules=True),
-        Kind("nvfp4 adamw", _to_parameters, trains=True, changes_modules=True, makes=_adamw),
-        Kind("nvfp4 optimizer", _to_parameters, trains=True, changes_modules=True, makes=_wrapped_sgd),
+        Kind("training", _configured(training.NVFP4TrainingConfig), trains=True),
+        Kind("qat", _configured(lambda: QATConfig(NVFP4Config(), step="prepare")), trains=True),
+        Kind("lora", _adapters_on_codes, trains=True),
+        Kind("nvfp4 adamw", _to_parameters, trains=True, makes=_adamw),
+        Kind("nvfp4 optimizer", _to_parameters, trains=True, makes=_wrapped_sgd),
     )
 }
 
@@ -332,7 +331,7 @@ def _export(subject: Subject) -> None:
 def _skeleton(subject: Subject) -> None:
     """Replace the model by one with other values, and the optimizer by a new one."""
     kind = subject.kind
-    subject.use(kind.model(seed=1) if kind.changes_modules else dense(kind.family, seed=1))
+    subject.use(kind.model(seed=1) if kind.trains else dense(kind.family, seed=1))
 
 
 def _torch_save(subject: Subject) -> None:

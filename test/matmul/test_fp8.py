@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.bits import assert_same_bits
+from helpers.products import ROUNDING
 from helpers.repeats import captured, times
 from torch import nn
 from torchao.quantization import quantize_
@@ -20,7 +21,6 @@ from nvfp4_tensor.numerics.layout import swizzle
 
 nvfp4 = torch.ops.nvfp4
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 ROWS = FP8_ROWS + 3
 
 
@@ -86,18 +86,6 @@ def test_refused_arguments(device):
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-def bound(x, w, out_dtype, y, on_tensor_cores):
-    """The contract's: of sums, relative to the sum of magnitudes, and one rounding."""
-    (a, s), (b, f) = (
-        reference.quantize_rows(x.cpu()),
-        reference.of_codes(w.qdata.cpu(), w.scale.cpu(), w.row_scale().cpu()),
-    )
-    a, b = a.double() * s.double().unsqueeze(1), b.double() * f.double().unsqueeze(1)
-    magnitude = a.abs() @ b.abs().mT
-    of_sum = SUM_ON_TENSOR_CORES if on_tensor_cores else 2.0**-24 * 4 * (x.shape[-1] ** 0.5 + 4)
-    return a @ b.mT, magnitude * of_sum, ROUNDING[out_dtype]
-
-
 SUM_ON_TENSOR_CORES = 2.0**-10  # of random summands of either sign; of any: 2^-5
 PRODUCTS = [(ROWS, 48, 64), (FP8_ROWS, 33, 50), (900, 256, 1024), (FP8_ROWS, 7, 4096), (1024, 1536, 2048)]
 
@@ -118,17 +106,19 @@ def test_products(device, shape, with_bias):
 
 
 def check_product(x, w, bias):
-    (m, n), dtype, device = (x.shape[0], w.shape[0]), x.dtype, x.device.type
+    """The contract's bound: of sums, relative to the sum of magnitudes, and one rounding."""
     y = F.linear(x, w) if bias is None else torch.addmm(bias, x, w.t())
     on_tensor_cores = backends.choose(x, w, True) == Backend.FP8_SCALED_MM
-    assert on_tensor_cores == (backends.capability(torch.device(device, 0) if device == "cuda" else x.device) == (9, 0))
-    exact, of_sum, of_rounding = bound(x, w, dtype, y, on_tensor_cores)
+    assert on_tensor_cores == (backends.capability(x.device) == (9, 0))
+    a, s = (t.double() for t in reference.quantize_rows(x.cpu()))
+    b, f = (t.double() for t in reference.of_codes(w.qdata.cpu(), w.scale.cpu(), w.row_scale().cpu()))
+    a, b = a * s.unsqueeze(1), b * f.unsqueeze(1)
+    of_sum = SUM_ON_TENSOR_CORES if on_tensor_cores else 2.0**-24 * 4 * (x.shape[-1] ** 0.5 + 4)
+    exact, of_sum, of_rounding = a @ b.mT, a.abs() @ b.abs().mT * of_sum, ROUNDING[x.dtype]
     exact = exact if bias is None else exact + bias.double().cpu()
-    assert y.dtype == dtype and y.shape == (m, n)
-    error = (y.double().cpu() - exact).abs()
-    assert not (
-        error > of_sum * (1 + of_rounding) + exact.abs() * of_rounding + 2.0**-24 * 3 * (of_sum + exact.abs())
-    ).any()
+    assert y.dtype == x.dtype and y.shape == exact.shape
+    bound = of_sum * (1 + of_rounding) + exact.abs() * of_rounding + 2.0**-24 * 3 * (of_sum + exact.abs())
+    assert ((y.double().cpu() - exact).abs() <= bound).all()
     for _ in times(3):
         assert torch.equal(y, F.linear(x, w) if bias is None else torch.addmm(bias, x, w.t())), "not deterministic"
 

@@ -74,18 +74,6 @@ def test_on_fp4_hardware_products_take_the_tensor_cores(monkeypatch, blackwell):
     assert len(calls) == 2
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0), reason="needs FP4 tensor cores"
-)
-@pytest.mark.parametrize("shape", [(1, 16, 16), (37, 40, 48), (256, 512, 1024), (5, 33, 100)])
-def test_scaled_mm_against_the_decoded_product(shape):
-    m, n, k = shape
-    a, b = quantize(torch.randn(m, k, device="cuda")), quantize(torch.randn(n, k, device="cuda"))
-    y = scaled_mm.scaled_mm_product(a, b, None, 1, torch.bfloat16)
-    in_bfloat16(y, wide(a) @ wide(b).T, wide(a).abs() @ wide(b).abs().T)
-
-
 # --- scaled_grouped_mm -----------------------------------------------------------------------------------------------
 
 
