@@ -16,9 +16,8 @@ Columns: time of torch's bfloat16 linear and of ``torch.ops.nvfp4.matmul``, thei
 quantized and decoded before; and the speedup over bf16 of other installed libraries in the same run with the same
 weights. On a CPU --sets names instruction sets, one or more, in place of the machine's best.
 
---published measures 20 weights of Llama, Qwen, Mixtral and DeepSeek models, and prints for each M the geometric mean
-and minimum of the ratios to bf16. --gradients measures the products of the backward pass of a frozen weight in LoRA: M
-rows of a gradient (M, N) times w.
+--published measures 20 weights of Llama, Qwen, Mixtral and DeepSeek models, of which benchmarks.pages makes one table.
+--gradients measures the products of the backward pass of a frozen weight in LoRA: M rows of a gradient (M, N) times w.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import statistics
 from collections.abc import Sequence
 
 import torch
@@ -163,24 +161,6 @@ def show(
     return kept
 
 
-def summary(report: harness.Report, runs: list[dict]) -> None:
-    """Print for each M the geometric mean and the minimum of bf16's time over ours, over all weights."""
-    lines = []
-    for i, first in enumerate(runs[0]["single"]):
-        line = [str(first["m"])]
-        for table in ("single", "chain"):
-            ratios = [(run[table][i]["ratio"]["nvfp4"], run["shape"]) for run in runs if table in run]
-            if not ratios:
-                line += ["", ""]
-                continue
-            least, (rows, columns) = min(ratios)
-            mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
-            line += [f"{mean:.2f}x", f"{least:.2f}x ({rows}x{columns})"]
-        lines.append(line)
-    report(f"\n{len(runs)} weights, nvfp4 x bf16")
-    report(harness.table(["M", "single, mean", "least", "chain, mean", "least"], lines))
-
-
 def chain_length(rows: int, columns: int) -> int:
     return math.ceil(CHAIN_BYTES / (rows * columns * 9 / 16))
 
@@ -228,8 +208,6 @@ def main() -> None:
         content["runs"].append(run)
     if arguments.sets:
         native.set_instruction_set("")
-    if device.type == "cuda" and len(content["runs"]) > 1:
-        summary(report, content["runs"])
     subject = "matmul" + "_published" * arguments.published + "_gradients" * arguments.gradients
     harness.save(harness.result_path(device, subject, arguments.out), content, report.text)
 

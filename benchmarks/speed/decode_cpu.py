@@ -4,21 +4,17 @@
     python -m benchmarks.speed.decode_cpu --models smollm2 --rounds 3
 
 Needs llama-cpp-python, built from source (pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36). Its files
-are written by us: `nvfp4` has the codes and scales that our model holds, `Q4_0` is made by llama.cpp's own quantizer of
-the dense weights, with the output layer that it chooses (8 bits). Each has the output layer in bfloat16, which is the
-embedding, or (`, head`) in NVFP4 as a weight of its own, as ours has. `x llama.cpp` is beside llama.cpp with the same
-output layer.
+are written by us, with the codes and scales that our model holds. The output layer is in bfloat16, the embedding, or
+(`, head`) in NVFP4 as a weight of its own. `x llama.cpp` is beside llama.cpp with the same output layer.
 
 A round lets every contender read a prompt and write so many tokens, in turn; time is from the first token to the last,
 and the figure is the median of the rounds. Each file of llama.cpp has a process of its own; `load` says how busy the
-machine was with other work: the figure is only as good as that is low. `cpu` is the processor time of a token, which
-other work does not change as much; threads that wait for each other spend it too.
+machine was with other work: the figure is only as good as that is low.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
 import importlib.metadata
 import itertools
@@ -51,17 +47,8 @@ PROMPT = 32
 CONFIG = NVFP4WeightOnlyConfig(four_over_six=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """From the first token written to the last: seconds on the clock, seconds of processors, the tokens."""
-
-    seconds: float
-    cpu: float
-    tokens: list[int]
-
-
-Contender = Callable[[Tensor, int], Run]
-"""(prompt (T,), count) to the run."""
+Contender = Callable[[Tensor, int], float]
+"""(prompt (T,), count) to the seconds from the first token written to the last."""
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------
@@ -71,46 +58,38 @@ def generate_with(model: nn.Module) -> Contender:
     """transformers' `generate` with a static cache, natively. Models of one `model.model` share what that changes."""
     decode_natively(model)
 
-    def run(prompt: Tensor, count: int) -> Run:
+    def run(prompt: Tensor, count: int) -> float:
         clock = Clock()
-        ids = model.generate(
+        model.generate(
             prompt[None], attention_mask=torch.ones_like(prompt)[None], max_new_tokens=count, do_sample=False,
             cache_implementation="static", stopping_criteria=[clock],
         )  # fmt: skip
         assert clock.first is not None
-        (start, cpu_start), (end, cpu_end) = clock.first, clock.last
-        return Run(end - start, cpu_end - cpu_start, ids[0, len(prompt) :].tolist())
+        return clock.last - clock.first
 
     return run
 
 
 # --- llama.cpp -------------------------------------------------------------------------------------------------------
 
-LLAMA_CPP = [sys.executable, "-m", "benchmarks.speed.llama_cpp_process"]
-
 
 class Llama:
     """A GGUF file in llama.cpp, in a process of its own: beside torch's threads it ended in a segmentation fault."""
 
     def __init__(self, path: Path, threads: int, length: int) -> None:
-        command = [*LLAMA_CPP, "decode", str(path), str(threads), str(length)]
+        command = [sys.executable, "-m", "benchmarks.speed.llama_cpp_process", str(path), str(threads), str(length)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def __call__(self, prompt: Tensor, count: int) -> Run:
+    def __call__(self, prompt: Tensor, count: int) -> float:
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps([prompt.tolist(), count]) + "\n")
         self.process.stdin.flush()
         if not (answer := self.process.stdout.readline()):
             raise RuntimeError(f"llama.cpp's process ended: {self.process.wait()}")
-        return Run(*json.loads(answer))
+        return float(json.loads(answer))
 
     def close(self) -> None:
         self.process.communicate()  # it ends with its input
-
-
-def q4_0(source: Path, target: Path) -> None:
-    """By llama.cpp's own quantizer."""
-    subprocess.run([*LLAMA_CPP, "q4_0", str(source), str(target), str(torch.get_num_threads())], check=True)
 
 
 # --- the models ------------------------------------------------------------------------------------------------------
@@ -143,11 +122,7 @@ def contenders(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
     """By name: a model of ours, or the path of a GGUF."""
     model, tokenizer = dense_model(name)
     model.generation_config.eos_token_id = None  # of the demo's, too: every run writes as many tokens
-    dense = folder / "dense.gguf"
     write = {"format": "gguf", "tokenizer": tokenizer, "progress": False, "mismatched_scales": "keep"}
-    checkpoints.save(model, dense, **write)
-    q4_0(dense, folder / "q4_0.gguf")
-    dense.unlink()
     quantize_(model.model, CONFIG)
     checkpoints.save(model, folder / "nvfp4.gguf", **write)
     own = with_own_head(model)
@@ -156,7 +131,6 @@ def contenders(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
     yield "ours, NVFP4, head", own
     yield "llama.cpp, NVFP4", folder / "nvfp4.gguf"
     yield "llama.cpp, NVFP4, head", folder / "nvfp4_head.gguf"
-    yield "llama.cpp, Q4_0", folder / "q4_0.gguf"
 
 
 def bytes_read(thing: nn.Module | Path) -> int:
@@ -174,15 +148,13 @@ def bytes_read(thing: nn.Module | Path) -> int:
 # --- the race --------------------------------------------------------------------------------------------------------
 
 
-def race(runs: dict[str, Contender], prompt: Tensor, count: int, rounds: int) -> dict[str, list[Run]]:
-    """Every contender once uncounted (it maps its file), then in turn."""
-    for run in runs.values():
-        run(prompt, count)
-    taken: dict[str, list[Run]] = {name: [] for name in runs}
-    for _ in range(rounds):
+def race(runs: dict[str, Contender], prompt: Tensor, count: int, rounds: int) -> dict[str, list[float]]:
+    """Tokens a second of every contender in turn, sorted, but for a first round (it maps its file)."""
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds + 1):
         for name, run in runs.items():
-            taken[name].append(run(prompt, count))
-    return taken
+            rates[name].append((count - 1) / run(prompt, count))
+    return {name: sorted(each[1:]) for name, each in rates.items()}
 
 
 def run_model(report: Report, name: str, threads: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -205,7 +177,7 @@ def run_model(report: Report, name: str, threads: int, arguments: argparse.Names
             for run in runs.values():
                 if isinstance(run, Llama):
                     run.close()
-    rows = [_row(each, taken[each], taken[same_weights(each)], sizes[each]) for each in things]
+    rows = [_row(each, taken[each], taken[same_head(each)], sizes[each]) for each in things]
     report(
         f"\n{name}: {PROMPT} tokens read, {arguments.tokens} written, batch 1, threads: {threads}, median of "
         f"{arguments.rounds}; load before: {load:.1f}"
@@ -214,33 +186,25 @@ def run_model(report: Report, name: str, threads: int, arguments: argparse.Names
     return {"model": name, "threads": threads, "tokens": arguments.tokens, "load": load, "rows": rows}
 
 
-def same_weights(name: str) -> str:
-    """What a contender is compared with: llama.cpp on its weights, and Q4_0 with NVFP4."""
-    return "llama.cpp, NVFP4, head" if name.endswith(", head") else "llama.cpp, NVFP4"
+def same_head(name: str) -> str:
+    """Return llama.cpp's name with the same output layer."""
+    return f"llama.cpp, {name.split(', ', 1)[1]}"
 
 
-HEAD = ("", "tokens/s", "quartiles", "x llama.cpp", "cpu ms", "x", "MB/token", "GB/s")
+HEAD = ("", "tokens/s", "quartiles", "x llama.cpp")
 
 
-def _row(name: str, runs: list[Run], base: list[Run], nbytes: int) -> dict[str, Any]:
-    rates = sorted((len(run.tokens) - 1) / run.seconds for run in runs)
-    cpu = statistics.median(run.cpu / (len(run.tokens) - 1) for run in runs)
-    of_base = statistics.median((len(run.tokens) - 1) / run.seconds for run in base)
-    cpu_of_base = statistics.median(run.cpu / (len(run.tokens) - 1) for run in base)
+def _row(name: str, rates: list[float], base: list[float], nbytes: int) -> dict[str, Any]:
     rate = statistics.median(rates)
     low, _, high = statistics.quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
-    return {
-        "name": name, "tokens_per_second": rate, "low": low, "high": high, "of_llama": rate / of_base, "rates": rates,
-        "cpu_seconds": cpu, "cpu_of_llama": cpu_of_base / cpu, "bytes": nbytes, "bandwidth": nbytes * rate,
-    }  # fmt: skip
+    ratio = rate / statistics.median(base)
+    return {"name": name, "tokens_per_second": rate, "low": low, "high": high, "of_llama": ratio, "rates": rates,
+            "bytes": nbytes}  # fmt: skip
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    return [
-        row["name"], f"{row['tokens_per_second']:.4g}", f"{row['low']:.4g} to {row['high']:.4g}",
-        f"{row['of_llama']:.2f}", f"{1e3 * row['cpu_seconds']:.2f}", f"{row['cpu_of_llama']:.2f}",
-        f"{row['bytes'] / 1e6:.1f}", f"{row['bandwidth'] / 1e9:.1f}",
-    ]  # fmt: skip
+    quartiles = f"{row['low']:.4g} to {row['high']:.4g}"
+    return [row["name"], f"{row['tokens_per_second']:.4g}", quartiles, f"{row['of_llama']:.2f}"]
 
 
 def main() -> None:

@@ -120,7 +120,7 @@ def by_transformers(model: Any, prompt: Tensor, **settings: Any) -> Run:
         synchronize()
         end = time.perf_counter()
         assert clock.first is not None and ids.shape[1] == prompt.shape[1] + count
-        return Taken(end - start, end - clock.first[0], ids[:, prompt.shape[1] :])
+        return Taken(end - start, end - clock.first, ids[:, prompt.shape[1] :])
 
     return run
 

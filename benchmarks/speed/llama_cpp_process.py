@@ -1,10 +1,9 @@
 """llama.cpp in a process without torch, for `benchmarks.speed.decode_cpu`.
 
-    python -m benchmarks.speed.llama_cpp_process decode FILE.gguf THREADS LENGTH
-    python -m benchmarks.speed.llama_cpp_process q4_0 DENSE.gguf TARGET.gguf THREADS
+    python -m benchmarks.speed.llama_cpp_process FILE.gguf THREADS LENGTH
 
-`decode` answers each line of its input, JSON of [tokens of a prompt, how many to write], by a line of JSON: [seconds,
-seconds of processors, tokens], the times from the first token written to the last.
+It answers each line of its input, JSON of [tokens of a prompt, how many to write], by a line of JSON: the seconds from
+the first token written to the last.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ class Llama:
         self.context = llama_cpp.llama_init_from_model(self.model, settings)
         self.sampler = llama_cpp.llama_sampler_init_greedy()
 
-    def run(self, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
+    def run(self, prompt: list[int], count: int) -> float:
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
-        tokens = [self._next(prompt)]
-        start, cpu_start = time.perf_counter(), time.process_time()
+        token, start = self._next(prompt), time.perf_counter()
         for _ in range(count - 1):
-            tokens.append(self._next(tokens[-1:]))
-        return time.perf_counter() - start, time.process_time() - cpu_start, tokens
+            token = self._next([token])
+        return time.perf_counter() - start
 
     def _next(self, ids: list[int]) -> int:
         array = (llama_cpp.llama_token * len(ids))(*ids)  # the batch only points to it
@@ -43,21 +41,10 @@ class Llama:
         return llama_cpp.llama_sampler_sample(self.sampler, self.context, -1)
 
 
-def q4_0(source: str, target: str, threads: int) -> None:
-    settings = llama_cpp.llama_model_quantize_default_params()
-    settings.ftype, settings.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0, threads
-    if llama_cpp.llama_model_quantize(source.encode(), target.encode(), settings):
-        raise RuntimeError(f"llama.cpp could not quantize {source}")
-
-
 def main() -> None:
-    what, path, *rest = sys.argv[1:]
+    path, *rest = sys.argv[1:]
     silent: Any = llama_cpp.llama_log_callback(lambda *_: None)  # llama.cpp tells much; ctypes keeps no reference
     llama_cpp.llama_log_set(silent, None)
-    if what == "q4_0":
-        target, threads = rest
-        q4_0(path, target, int(threads))
-        return
     answers = os.fdopen(os.dup(1), "w")  # what llama.cpp itself prints is no answer
     os.dup2(2, 1)
     llama = Llama(path, *map(int, rest))

@@ -28,16 +28,16 @@ WEIGHTS = ("bf16", "NVFP4", "NVFP4, head", "NVFP4, fp8")
 class Clock:
     """A stopping criterion of ``generate`` that never stops it.
 
-    first, last: seconds on the clock and of processors when the first and the last token were there.
+    first, last: seconds on the clock when the first and the last token were there.
     """
 
-    first: tuple[float, float] | None = None
-    last: tuple[float, float]
+    first: float | None = None
+    last: float
 
     def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
         if self.first is None and ids.is_cuda:
             torch.cuda.synchronize()
-        self.last = time.perf_counter(), time.process_time()
+        self.last = time.perf_counter()
         self.first = self.first or self.last
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
