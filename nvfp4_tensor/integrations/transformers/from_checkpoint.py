@@ -7,31 +7,25 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    ConversionOps,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    apply_renamings,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform, apply_renamings
 
 from nvfp4_tensor.checkpoints.architectures import CACHE_SCALES
 from nvfp4_tensor.checkpoints.checkpoint import read
 from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
 from nvfp4_tensor.checkpoints.models.loading import read_tensor, slot_of
-from nvfp4_tensor.checkpoints.models.origins import Origin, read_pre_scale
+from nvfp4_tensor.checkpoints.models.origins import Origin, Value, read_pre_scale
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.parts import LinearParts
 from nvfp4_tensor.integrations.transformers.config import CheckpointConfig
 from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_to_read
-from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
+from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.linear import PRE_SCALE, set_pre_scale
 from nvfp4_tensor.tensor.description import CodedTensor
@@ -40,19 +34,10 @@ from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
 
 class CheckpointQuantizer(NVFP4HfQuantizer):
-    """The quantizer of a CheckpointConfig, for all formats.
-
-    Attributes:
-        origins: by NVFP4 parameter, the weights of the checkpoint that it is made of.
-    """
+    """The quantizer of a CheckpointConfig, for all formats."""
 
     quantization_config: CheckpointConfig
-
-    def __init__(self, quantization_config: CheckpointConfig, **kwargs: Any) -> None:
-        super().__init__(quantization_config, **kwargs)
-        self.origins: dict[str, Origin] = {}
-        self._conversion: WeightConverter | None = None
-        self._pre_scales: dict[str, Tensor | None] = {}
+    _conversion: NamedTensors | None = None
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -61,19 +46,17 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
             raise ValueError("an NVFP4 checkpoint cannot be loaded from a state_dict: pass its folder")
         checkpoint = read(Path(checkpoint_files[0]).parent, self.quantization_config.quant_method)
         assert isinstance(checkpoint, FolderCheckpoint)
-        self.origins, names = origins_to_read(model, checkpoint)
-        first = {name: checkpoint.entries[each.names[0]] for name, each in self.origins.items()}
+        origins, names = origins_to_read(model, checkpoint)
+        first = {name: checkpoint.entries[each.names[0]] for name, each in origins.items()}
         self.weights = {name for name, entry in first.items() if entry.is_coded}
         self.fp8 = {name for name, entry in first.items() if entry.fp8}
         for module in [module for path, module in model.named_modules() if f"{path}.weight" in self.weights]:
             as_linear(module)
-        with torch.device("cpu"):  # transformers makes models on the meta device
-            self._pre_scales = {name: read_pre_scale(origin, checkpoint) for name, origin in self.origins.items()}
         targets = {key: target for name, target in names.items() for key in checkpoint.keys_of(name)}
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-        self._conversion = NamedTensors(Deserialize(self, checkpoint), targets, renamings)
+        self._conversion = NamedTensors(self, checkpoint, origins, targets, renamings)
         # Scales of an FP8 cache belong to no parameter of the model, and transformers' caches do not use them. Those of
-        # inputs are set at the end.
+        # inputs are set with the weights.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         others = [rf"{re.escape(suffix)}$" for suffix in (*CACHE_SCALES, f".{PRE_SCALE}")]
         model._keys_to_ignore_on_load_unexpected = {*ignored, *others}
@@ -89,25 +72,32 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
         conversions: Any = model._weight_conversions
         model._weight_conversions = [each for each in conversions if each is not self._conversion]  # type: ignore
         self._conversion = None
-        for name, scale in self._pre_scales.items():
-            if scale is not None:
-                linear = model.get_submodule(name.rpartition(".")[0])
-                device: Any = linear.weight.device
-                set_pre_scale(linear, scale if device.type == "meta" else scale.to(device))
-        self._pre_scales = {}
         check_complete(model)
 
 
 class NamedTensors(WeightConverter):
-    """Collect the tensors of each parameter with an origin by their full names."""
+    """Collect the tensors of each parameter with an origin by their full names, and convert them as :func:`load` does.
 
-    __slots__ = ("keys",)
+    Errors leave from_pretrained as they are; of those in a ConversionOps, transformers says that there were some.
+    """
 
-    def __init__(self, operation: Deserialize, targets: Mapping[str, str], renamings: list[WeightRenaming]) -> None:
+    __slots__ = ("checkpoint", "keys", "origins", "weight_only")
+
+    def __init__(
+        self,
+        quantizer: CheckpointQuantizer,
+        checkpoint: FolderCheckpoint,
+        origins: Mapping[str, Origin],
+        targets: Mapping[str, str],
+        renamings: list[WeightRenaming],
+    ) -> None:
         """targets: the parameter of each tensor. The model's renamings run before this converter."""
+        operation: Any = SimpleNamespace(hf_quantizer=quantizer)  # with one, transformers does not cast the tensors
         super().__init__("nvfp4_tensor", "weight", [operation])
         self.source_patterns.extend(targets)  # without a regular expression, which could have thousands of branches
         self.keys = {apply_renamings(key, renamings): (target, key) for key, target in targets.items()}
+        self.checkpoint, self.origins = checkpoint, origins
+        self.weight_only = not quantizer.quantization_config.quantize_activations
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return (parameter, tensor name), or (source_key, None) for other tensors."""
@@ -119,37 +109,25 @@ class NamedTensors(WeightConverter):
         copied.collected_tensors, copied.layer_targets = defaultdict(list), defaultdict(set)
         return copied
 
-
-class Deserialize(ConversionOps):
-    """Convert the plain tensors of a parameter, by their names in the checkpoint, to what :func:`load` makes of them.
-
-    Attributes:
-        hf_quantizer: the quantizer; transformers does not cast the inputs of an operation that has one.
-        checkpoint: the source of the tensors.
-    """
-
-    def __init__(self, hf_quantizer: CheckpointQuantizer, checkpoint: FolderCheckpoint) -> None:
-        self.hf_quantizer, self.checkpoint = hf_quantizer, checkpoint
-
-    @with_reason
     @torch.no_grad()
-    def convert(  # type: ignore[override]  # transformers passes only keyword arguments
-        self, input_dict: dict[str, list[Tensor]], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
-    ) -> dict[str, Any]:
-        slot, origin = slot_of(model, full_layer_name), self.hf_quantizer.origins[full_layer_name]
-        tensors = {name: collected[0] for name, collected in input_dict.items()}
+    def convert(self, layer_name: str, model: PreTrainedModel, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the parameter of this name."""
+        slot, origin = slot_of(model, layer_name), self.origins[layer_name]
+        tensors = {name: collected[0] for name, collected in self.materialize_tensors().items()}
 
-        def decoded(name: str) -> LinearParts | FP8Tensor | Tensor:
+        def decoded(name: str) -> Value:
             value = self.checkpoint.decoded(name, tensors)
-            is_whole = self.hf_quantizer.quantization_config.quantize_activations
-            return value if is_whole or not isinstance(value, LinearParts | FP8Tensor) else value.weight_only()
+            return value.weight_only() if self.weight_only and isinstance(value, LinearParts | FP8Tensor) else value
 
         weight, origin = read_tensor(slot, origin, self.checkpoint.entries[origin.names[0]], decoded)
         if not isinstance(weight, CodedTensor):
-            return {full_layer_name: weight}
+            return {layer_name: weight}
         if not origin.is_whole:
-            keep_origin(model, full_layer_name, origin)
-        return {full_layer_name: parameter_of(model, full_layer_name, weight)}
+            keep_origin(model, layer_name, origin)
+        scale = read_pre_scale(origin, self.checkpoint)
+        if scale is not None:
+            set_pre_scale(model.get_submodule(layer_name.rpartition(".")[0]), scale.to(weight.device))
+        return {layer_name: parameter_of(model, layer_name, weight)}
 
 
 def attach_quantizer(model: PreTrainedModel) -> PreTrainedModel:

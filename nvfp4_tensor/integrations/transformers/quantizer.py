@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -132,34 +130,6 @@ def parameter_of(model: nn.Module, name: str, weight: Tensor) -> nn.Parameter:
     """Return the parameter of a weight in NVFP4 or FP8, whose nn.Linear becomes an NVFP4Linear."""
     linear_of_codes(model.get_submodule(name.rpartition(".")[0]))
     return nn.Parameter(weight, requires_grad=False)
-
-
-class _Failed(dict[str, Any]):
-    """What a conversion that failed returns. Reading it raises the error."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-    def items(self) -> Any:
-        raise self.error
-
-
-def with_reason(convert: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Let errors of a conversion leave from_pretrained.
-
-    transformers catches what an operation raises, logs it, and raises a RuntimeError without the reason. It reads the
-    result of an operation elsewhere. If it did not, :func:`check_complete` would find that the parameter is missing.
-    """
-
-    @functools.wraps(convert)
-    def converted(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        try:
-            return convert(*args, **kwargs)
-        except Exception as error:
-            return _Failed(error)
-
-    return converted
 
 
 def check_complete(model: PreTrainedModel) -> None:

@@ -22,7 +22,7 @@ from nvfp4_tensor.checkpoints.models.origins import origins_in_model
 from nvfp4_tensor.checkpoints.understood import check_understood
 from nvfp4_tensor.integrations.transformers.config import NVFP4TensorConfig
 from nvfp4_tensor.integrations.transformers.experts import keep_origin
-from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of, with_reason
+from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.quantization.conv1d import as_linear, was_conv1d
 from nvfp4_tensor.quantization.model_plan import Matrix, ModelPlan
@@ -121,6 +121,17 @@ def plan_of(model: nn.Module, config: NVFP4TensorConfig, ties: Mapping[str, str]
     return plan
 
 
+class _Failed(dict[str, Any]):
+    """What a conversion that failed returns. Reading it raises the error, which then leaves from_pretrained."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def items(self) -> Any:
+        raise self.error
+
+
 class Quantize(ConversionOps):
     """Quantize dense weights while they are loaded. Weights that servers fuse wait until all of their group are loaded.
 
@@ -138,7 +149,6 @@ class Quantize(ConversionOps):
     ) -> None:
         self.config, self.names, self.waiting, self.tied = config, names, waiting, tied
 
-    @with_reason
     @torch.no_grad()
     def convert(  # type: ignore[override]  # transformers passes only keyword arguments
         self, input_dict: dict[str, Any], *, model: PreTrainedModel, full_layer_name: str, **kwargs: Any
@@ -146,8 +156,11 @@ class Quantize(ConversionOps):
         if len(input_dict) == 1:  # of any name
             input_dict = {full_layer_name: next(iter(input_dict.values()))}
         loaded: dict[str, Tensor] = {}
-        for name, value in input_dict.items():  # several if the file has them in one tensor, such as q, k and v
-            loaded |= self.load(model, name, value[0] if isinstance(value, list) else value)
+        try:
+            for name, value in input_dict.items():  # several if the file has them in one tensor, such as q, k and v
+                loaded |= self.load(model, name, value[0] if isinstance(value, list) else value)
+        except Exception as error:  # transformers would log it, and raise a RuntimeError without the reason
+            return _Failed(error)
         return loaded
 
     def load(self, model: nn.Module, name: str, value: Tensor) -> dict[str, Tensor]:
