@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -181,7 +179,7 @@ def read_spec(folder, name):
         return read.entries[name].fp8
 
 
-@pytest.mark.parametrize("name", ["ct, tensor, static", "ct, channel, per token", "ModelOpt FP8_PB_WO"])
+@pytest.mark.parametrize("name", ["ct, tensor, static", "ModelOpt FP8_PB_WO"])
 def test_as_plain_tensors(tmp_path, name):
     """What else keeps an FP8Tensor, in a module too: test/tensor/test_fp8.py."""
     model = loaded(write(tmp_path, name))
@@ -193,7 +191,7 @@ def test_as_plain_tensors(tmp_path, name):
     assert again.get_parameter(Q).spec == model.get_parameter(Q).spec
 
 
-@pytest.mark.parametrize("name", ["ct, channel, weights only", "ModelOpt FP8_PB_WO", "ModelOpt FP8"])
+@pytest.mark.parametrize("name", ["ModelOpt FP8_PB_WO", "ModelOpt FP8"])
 def test_decodes_natively(tmp_path, name):
     model = loaded(write(tmp_path, name, TINY))
     options = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
@@ -231,7 +229,10 @@ def separate(tensors):
     }
 
 
-@pytest.mark.parametrize(("name", "heads"), zip(LAYOUTS, [2, 8] * 6, strict=True))
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [("ct, tensor, static", 2), ("ct, channel, per token", 8), ("ct, block", 2), ("ct, block", 8), ("ModelOpt FP8", 2)],
+)
 def test_q_k_and_v_that_the_model_joins(tmp_path, name, heads):
     """Rows of 128 and 256, or 64: the same values, and the same files again."""
     torch.manual_seed(0)
@@ -257,8 +258,11 @@ def test_q_k_and_v_that_the_model_joins(tmp_path, name, heads):
     assert torch.equal(logits(from_pretrained(tmp_path / "src")), found)
 
 
-@pytest.mark.parametrize("where", ["self_attn", "mlp.experts"])
-@pytest.mark.parametrize("name", ["ct, channel, per token", "ct, block", "ModelOpt FP8", "ModelOpt FP8_PB_WO"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("ct, channel, per token", "mlp.experts"), ("ct, block", "self_attn"), ("ModelOpt FP8", "mlp.experts"),
+     ("ModelOpt FP8_PB_WO", "mlp.experts")],
+)  # fmt: skip
 def test_experts(tmp_path, name, where):
     """Experts in FP8 or NVFP4, and attention in the other: joined by the model, and separate in files."""
     torch.manual_seed(0)
@@ -296,34 +300,6 @@ def test_weights_that_the_model_joins_are_alike(tmp_path):
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
-@pytest.mark.slow
-def test_peak_memory(tmp_path):
-    """Loading keeps FP8 as it is: the model and one weight, not the decoded weights."""
-    config = TINY | {"hidden_size": 1024, "intermediate_size": 128, "num_hidden_layers": 6, "num_attention_heads": 8}
-    torch.manual_seed(0)
-    values = LAYOUTS["ModelOpt FP8"].write(tmp_path / "src", config, tiny_tensors(config))
-    elements = sum(value.numel() for value in values.values())
-    script = f"""
-import resource, sys, torch, transformers
-import nvfp4_tensor.integrations.transformers as nv
-from nvfp4_tensor import checkpoints
-from accelerate import init_empty_weights
-folder = {str(tmp_path / "src")!r}
-config = transformers.AutoConfig.from_pretrained(folder)
-del config.quantization_config
-transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path / "warm")!r})
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-with init_empty_weights(include_buffers=False):
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-checkpoints.load(model, folder, progress=False)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-    small = TINY | {"num_hidden_layers": 1}
-    LAYOUTS["ModelOpt FP8"].write(tmp_path / "warm", small, tiny_tensors(small))
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(run.stdout) * 1024 < 1.9 * elements  # decoded weights would add 2 bytes per element
-
-
 def test_the_guide_says_so():
     guide = (Path(__file__).parents[3] / "docs/guides/checkpoints.md").read_text()
     assert "\n".join(rows()) in guide
@@ -333,12 +309,9 @@ SCALE, STATIC = Q.replace("weight", "weight_scale"), Q.replace("weight", "input_
 DAMAGE = {
     "no scale": ("ModelOpt FP8", lambda t: t.pop(SCALE), r"q_proj.weight_scale: expected floats .* found none"),
     "no input scale": ("ct, tensor, static", lambda t: t.pop(STATIC), r"q_proj.input_scale: expected .* found none"),
-    "a scale per row": ("ModelOpt FP8", lambda t: t.update({SCALE: torch.ones(256)}), r"weight_scale: .* \[256\]"),
-    "a scale for all": ("ct, channel, per token", lambda t: t.update({SCALE: torch.ones(1)}), r"floats \[256, 1\]"),
     "blocks of 64": ("ModelOpt FP8_PB_WO", lambda t: t.update({SCALE: torch.ones(4, 1, 4, 1)}), r"floats \[2, 2\]"),
     "integers": ("ModelOpt FP8", lambda t: t.update({SCALE: torch.ones((), dtype=torch.int32)}), "found I32"),
     "NaN": ("ct, block", lambda t: t[SCALE].fill_(torch.nan), r"q_proj.weight: expected .*weight_scale that is finite"),
-    "negative": ("ModelOpt FP8", lambda t: t[STATIC].neg_(), r"q_proj.weight: expected .*input_scale that is finite"),
     "zero": ("ModelOpt FP8", lambda t: t[STATIC].zero_(), r"expected .*input_scale above zero, found 0"),
     "another tensor": ("ModelOpt FP8", lambda t: t.update({f"{SCALE}_2": torch.ones(())}), "change the meaning"),
     "another dtype": ("ModelOpt FP8", lambda t: t.update({Q: t[Q].float().to(torch.float8_e5m2)}), "of another quant"),

@@ -48,7 +48,7 @@ ROUNDING = [
     {}, {"four_over_six": True}, {"scale_search": "mse", "scale_ceiling": 448}, {"scale_rounding": "up"},
     {"round_mode": "zero", "block_rows": 16},
 ]  # fmt: skip
-STOCHASTIC = ("Llama", "Qwen3", "Phi3", "Mixtral", "GptOss", "GPT2", "HunYuanMoEV1")
+STOCHASTIC = ("Phi3", "Mixtral", "GptOss")
 CASES = [
     *((name, ROUNDING[i % len(ROUNDING)]) for i, name in enumerate(MODELS)),
     *((name, {"round_mode": "stochastic", "seed": 3}) for name in STOCHASTIC),

@@ -89,9 +89,9 @@ def test_one_graph_beside_linears_that_train():
     assert all(torch.equal(got[f"_orig_mod.{key}"], gradient) for key, gradient in gradients.items())
 
 
-@pytest.mark.parametrize("name, reentrant", [("mixtral", True), ("gpt_oss", False)])
-def test_checkpointing_changes_no_bit(name, reentrant):
-    model, ids = model_of(name)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_no_bit(reentrant):
+    model, ids = model_of("gpt_oss")
     model.train().config.attention_dropout = 0.1
     for layer in model.model.layers:
         layer.register_forward_hook(lambda layer, args, y: torch.nn.functional.dropout(y, 0.1))
@@ -139,10 +139,7 @@ def test_refused():
         train_experts(model)
 
 
-@pytest.mark.parametrize("name, recipe", [
-    ("mixtral", None), ("qwen3_moe", Recipe(name="dense experts")), ("gpt_oss", Recipe(name="dense experts")),
-    ("nemotron_h", None),
-])  # fmt: skip
+@pytest.mark.parametrize("name, recipe", [("mixtral", None), ("qwen3_moe", Recipe(name="dense experts"))])
 def test_trainer_resumes_with_the_experts(tmp_path, name, recipe, trainer):
     """transformers' files name Mixtral's experts one by one; what was resumed ends like an uninterrupted training."""
 

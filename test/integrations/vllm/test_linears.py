@@ -112,23 +112,6 @@ def test_each_class_of_linears(kind):
         assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
 
 
-@kinds
-def test_bias_shape_dtype_and_compilation(kind):
-    layer, weights, bias = qkv(kind, bias=True), qkv_weights(ratios=(1.0, 2.0, 3.0)), torch.randn(128).bfloat16()
-    for shard, part in zip("qkv", bias.split([64, 32, 32]), strict=True):
-        layer.bias.weight_loader(layer.bias, part, shard)
-    served(layer, weights, kind)
-    x = torch.randn(2, 3, HIDDEN).bfloat16()
-    y = layer(x)[0]
-    assert y.shape == (2, 3, 128) and y.dtype == torch.bfloat16
-    assert error_by_column(y.view(6, 128), mirror(x.view(6, HIDDEN), weights, kind) + bias.double()) < 2**-8
-    assert layer(x[:0])[0].shape == (0, 3, 128)
-    compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, dynamic=True, backend="aot_eager")
-    for tokens in (2, 5):
-        x = torch.randn(tokens, HIDDEN).bfloat16()
-        assert torch.equal(compiled(x), layer(x)[0])
-
-
 def of_two_ranks(monkeypatch, rank):
     for module in ("vllm.model_executor.layers.linear", "vllm.model_executor.parameter"):
         monkeypatch.setattr(f"{module}.get_tensor_model_parallel_rank", lambda: rank)

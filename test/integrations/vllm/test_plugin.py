@@ -119,8 +119,7 @@ def test_other_devices_stay_with_vllm(plugin, monkeypatch, device, capability):
 
 
 @pytest.mark.parametrize("kind, algorithm, served", [
-    ("linear", "NVFP4", True), ("linear", "W4A16_NVFP4", True), ("linear", "FP8", True), ("linear", "FP8_PB_WO", True),
-    ("linear", "FP8_PER_CHANNEL_PER_TOKEN", True), ("linear", "W4A8_NVFP4_FP8", False), ("linear", None, True),
+    ("linear", "NVFP4", True), ("linear", "FP8", True), ("linear", "W4A8_NVFP4_FP8", False), ("linear", None, True),
     ("experts", "FP8_PER_CHANNEL_PER_TOKEN", False),
 ])  # fmt: skip
 def test_mixed_precision_is_served_or_refused(plugin, kind, algorithm, served):

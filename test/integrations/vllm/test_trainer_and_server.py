@@ -90,7 +90,7 @@ def operands_of(model, recipe):
     }
 
 
-@pytest.mark.parametrize("recipe", ["nvidia", "nvidia_4over6", "accurate", "weight_only"])
+@pytest.mark.parametrize("recipe", ["nvidia_4over6", "weight_only"])
 def test_a_trained_model(tmp_path, monkeypatch, recipe):
     trainer = trainer_of(recipe)
     train(trainer)
@@ -123,20 +123,3 @@ def test_each_step_of_reinforcement_learning(tmp_path, monkeypatch):
         assert different(served, operands_of(trainer, recipe)) == 0
     assert {name: p.data_ptr() for name, p in served.model.named_parameters()} == addresses
     assert not torch.equal(served.hidden(IDS[0]), first)
-
-
-def test_lora_merged_stochastically(tmp_path, monkeypatch):
-    peft = pytest.importorskip("peft")
-    base = tiny_model("Llama")
-    before = {name: p.data.qdata.clone() for name, p in base.named_parameters() if hasattr(p.data, "qdata")}
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
-    losses = train(model, steps=8, learning_rate=2e-2)
-    assert losses[-1] < 0.95 * losses[0]
-    merged = training.merge_lora(model, seed=7)
-    after = {name: p.data for name, p in merged.named_parameters() if hasattr(p.data, "qdata")}
-    assert before.keys() == after.keys()
-    for name, weight in after.items():
-        touched = any(part in name for part in ("q_proj", "v_proj", "down_proj"))
-        assert torch.equal(before[name], weight.qdata) != touched, name
-    served = serve(save(merged, tmp_path / "m"), monkeypatch)
-    assert different(served, {name.removesuffix(".weight"): weight for name, weight in after.items()}) == 0
