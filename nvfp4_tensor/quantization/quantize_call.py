@@ -6,8 +6,6 @@ and the filter, which are read from the frame of ``quantize_``. ``quantize_model
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -19,18 +17,7 @@ from nvfp4_tensor._compat.frames import caller_frame_locals, warn_user
 
 Filter = Callable[[nn.Module, str], bool]
 T = TypeVar("T")
-
-
-@dataclasses.dataclass
-class _Call:
-    """A call of quantize_: its config, the modules still to come, the next one last, and what it was started with."""
-
-    config: AOBaseConfig
-    left: list[nn.Module]
-    started: Any
-
-
-_calls: weakref.WeakKeyDictionary[nn.Module, _Call] = weakref.WeakKeyDictionary()
+_STARTED = "nvfp4 modules, and what they started"
 
 
 def once_per_call(module: nn.Module, config: AOBaseConfig, start: Callable[[nn.Module, list[nn.Module], bool], T]) -> T:
@@ -40,21 +27,16 @@ def once_per_call(module: nn.Module, config: AOBaseConfig, start: Callable[[nn.M
         there is only one: the handler was called alone (the module is the model), or by one of several configs.
     """
     code = quantize_.__code__
-    found = caller_frame_locals(code.co_name, code.co_filename, depth=None) or {}
-    model: nn.Module = found.get("model", module)
-    filter_fn: Filter | None = found.get("filter_fn")
-    if filter_fn is None or found["config"] is not config:  # but one of several configs, chosen by module names
+    call: Any = caller_frame_locals(code.co_name, code.co_filename, depth=None) or {}
+    model: nn.Module = call.get("model", module)
+    filter_fn: Filter | None = call.get("filter_fn")
+    if filter_fn is None or call["config"] is not config:  # but one of several configs, chosen by module names
         return start(model, [module], False)
-    call = _calls.pop(model, None)
-    if call is None or call.config is not config or module not in call.left:
-        chosen = list(selected(model, filter_fn))
+    if _STARTED not in call or module not in call[_STARTED][0]:
+        chosen = list(dict.fromkeys((*selected(model, filter_fn), module)))
         warn_of_dense_attention(model, filter_fn)
-        call = _Call(config, chosen[::-1], start(model, chosen, True))
-    while call.left.pop() is not module:  # a module that has two paths, and that the filter no longer selects
-        pass
-    if call.left:
-        _calls[model] = call
-    return call.started  # type: ignore[no-any-return]
+        call[_STARTED] = set(chosen), start(model, chosen, True)  # in the frame, which ends with the call
+    return call[_STARTED][1]  # type: ignore[no-any-return]
 
 
 def selected(module: nn.Module, filter_fn: Filter, name: str = "") -> Iterator[nn.Module]:
