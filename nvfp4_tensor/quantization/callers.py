@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,17 +10,7 @@ from torch import Tensor, nn
 from nvfp4_tensor._compat.frames import caller_frame_locals, warn_user
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
-_asked: defaultdict[str, weakref.WeakSet[nn.Module]] = defaultdict(weakref.WeakSet)
-
-
-def _asked_first(function: str, file: str, name: str = "self") -> nn.Module | None:
-    """Return the model, an argument of a caller, the first time that this function is called with it."""
-    model = (caller_frame_locals(function, file) or {}).get(name)
-    if not isinstance(model, nn.Module) or model in _asked[function]:
-        return None
-    _asked[function].add(model)
-    return model
-
+_trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 _MERGES = (
     ("merge_adapter", "unmerge_adapter", "peft/tuners/tuners_utils.py"),
@@ -30,9 +19,9 @@ _MERGES = (
 
 
 def warn_of_merge() -> None:
-    """Warn if peft or diffusers merges adapters into NVFP4 weights to remove them again later: once for each model."""
+    """Warn if peft or diffusers merges adapters into NVFP4 weights to remove them again later."""
     for merge, undo, file in _MERGES:
-        if _asked_first(merge, file) is not None:
+        if caller_frame_locals(merge, file) is not None:
             warn_user(
                 f"{merge} rounds the sums to NVFP4, and {undo} rounds again: it does not bring the weights back. Keep "
                 "the adapters apart, or merge for good by nvfp4_tensor.training.merge_lora"
@@ -44,8 +33,11 @@ def warn_of_trainer() -> None:
 
     A model with adapters has other frozen parameters, and so has one whose user chose what to train.
     """
-    model = _asked_first("training_step", "transformers/trainer.py", "model")
-    parameters = [] if model is None else list(model.parameters())
+    model = (caller_frame_locals("training_step", "transformers/trainer.py") or {}).get("model")
+    if not isinstance(model, nn.Module) or model in _trained:
+        return
+    _trained.add(model)
+    parameters = list(model.parameters())
     frozen = [p for p in parameters if not p.requires_grad]
     if frozen and all(isinstance(p, NVFP4Tensor) for p in frozen):
         share = sum(p.numel() for p in frozen) / sum(p.numel() for p in parameters)
@@ -57,10 +49,8 @@ def warn_of_trainer() -> None:
 
 
 def warn_of_dense_weight(weight: Any, new: Any) -> None:
-    """Warn if load_state_dict(assign=True) replaces an NVFP4 weight by a dense one: once for each call's model."""
-    if not isinstance(weight, NVFP4Tensor) or isinstance(new, NVFP4Tensor) or not isinstance(new, Tensor):
-        return
-    if _asked_first("load_state_dict", "torch/nn/modules/module.py") is not None:
+    """Warn if load_state_dict(assign=True) replaces an NVFP4 weight by a dense one."""
+    if isinstance(weight, NVFP4Tensor) and isinstance(new, Tensor) and not isinstance(new, NVFP4Tensor):
         warn_user(
             f"load_state_dict(assign=True) replaces NVFP4 weights by dense ones of {new.dtype}: leave assign out to "
             "quantize them, or quantize the model again afterwards"

