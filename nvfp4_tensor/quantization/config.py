@@ -81,8 +81,12 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
             raise ValueError(f"{', '.join(unused)} would have no effect with the given specs: set it in the specs")
         if self.activations is not None and self.activation is not None:
             raise ValueError("NVFP4Config quantizes activations to NVFP4: use NVFP4WeightOnlyConfig(activations='fp8')")
-        stored_spec(self.weight)
-        self._check_transforms()
+        signs = {None if spec is None else stored_spec(spec).hadamard_sign for spec in (self.weight, self.activation)}
+        if len(signs) > 1:
+            raise ValueError(
+                "a Hadamard transform of the weight needs the same one of the activation, with which it cancels: use "
+                "NVFP4Config, with the same hadamard_sign in both specs"
+            )
         if self.seed is not None and not self.weight.is_stochastic:
             raise ValueError("seed would have no effect: only round_mode='stochastic' of the weight draws random bits")
         if self.weighted and self.weight.scale_search is None:
@@ -91,27 +95,26 @@ class NVFP4WeightOnlyConfig(AOBaseConfig):
             if self.step not in ("prepare", "convert"):  # torchao's enum also has steps of other algorithms
                 raise ValueError(f"step must be None, 'prepare' or 'convert', got {self.step!r}")
             self.step = QuantizationStep(self.step)
-        self._check_step()
-
-    def _check_step(self) -> None:
-        if self.step is not None and not self.weighted:
-            raise ValueError("step would have no effect: without weighted=True, weights need no calibration")
+            if not self.weighted and (self.activation is None or self.activation.row_scaled):
+                raise ValueError(
+                    "step would have no effect: with row_scaled or weights alone, only weighted=True needs inputs"
+                )
 
     def _check_calibrated(self) -> None:
         """Raise an error if the config needs a calibration. Called by quantize_; calibrate sets the steps itself."""
-        if self.weighted and self.step is None:
-            raise ValueError('weighted needs inputs: pass the config to calibrate, or use step="prepare" first')
+        if self.step is None:
+            self._check_amax_is_used()
+            if self.weighted:
+                raise ValueError('weighted needs inputs: pass the config to calibrate, or use step="prepare" first')
+
+    def _check_amax_is_used(self) -> None:
+        for name in ("percentile", "headroom"):
+            if getattr(self, name, None):
+                raise ValueError(f'{name} would have no effect here: use it with step="convert" or calibrate')
 
     def _replaced(self) -> tuple[str, ...]:
         """Return the names of the arguments that the given specs replace."""
         return () if self.weight_spec is None else (*_SHARED, "block_rows")
-
-    def _check_transforms(self) -> None:
-        if self.weight.hadamard_sign is not None:
-            raise ValueError(
-                "a Hadamard transform of the weight needs the same one of the activation: use NVFP4Config, with the "
-                "same hadamard_sign in both specs"
-            )
 
     @property
     def weight(self) -> QuantizeSpec:
@@ -189,34 +192,13 @@ class NVFP4Config(NVFP4WeightOnlyConfig):
                 raise ValueError(f"percentile must be a number from 50 to 100, such as 99.9, got {self.percentile!r}")
             if self.headroom:
                 raise ValueError("percentile and headroom both choose the amax: give only one of them")
-
-    def _check_step(self) -> None:
-        if self.activation.row_scaled and not self.weighted and self.step is not None:
-            raise ValueError("step would have no effect: with row_scaled, each call computes one amax per row")
         if self.step == QuantizationStep.PREPARE or self.activation.row_scaled:
             self._check_amax_is_used()
-
-    def _check_calibrated(self) -> None:
-        super()._check_calibrated()
-        if self.step is None:
-            self._check_amax_is_used()
-
-    def _check_amax_is_used(self) -> None:
-        for name in ("percentile", "headroom"):
-            if getattr(self, name):
-                raise ValueError(f'{name} would have no effect here: use it with step="convert" or calibrate')
 
     def _replaced(self) -> tuple[str, ...]:
         of_weight = () if self.weight_spec is None else ("block_rows",)
         of_activation = () if self.activation_spec is None else ("activation_round_mode", "row_scaled")
         return (*of_weight, *of_activation, *(_SHARED if of_weight and of_activation else ()))
-
-    def _check_transforms(self) -> None:
-        stored_spec(self.activation)
-        if self.weight.hadamard_sign != self.activation.hadamard_sign:
-            raise ValueError(
-                "weight_spec and activation_spec need the same hadamard_sign, otherwise the transforms do not cancel"
-            )
 
     @property
     def activation(self) -> QuantizeSpec:
