@@ -242,7 +242,7 @@ class MasterShard(Tensor):
             )
         _check_recipes_agree(module, mesh)
         codes = self._codes_for(spec, mp_policy.param_dtype or self.dtype, mesh, module)
-        inputs, metadata = fsdp_transport.pre_all_gather(codes, mesh, outer_size, module)
+        inputs, metadata = fsdp_transport.pre_all_gather(codes, mesh, outer_size, outer_stride, module, mp_policy)
         return inputs, _GatherState(codes, metadata)
 
     def _codes_for(self, spec: QuantizeSpec, dtype: torch.dtype, mesh: DeviceMesh, module: nn.Module) -> NVFP4Tensor:

@@ -82,7 +82,12 @@ def swizzle_gathered(qdata: Tensor, scale: Tensor, metadata: GatherMetadata) -> 
 
 
 def pre_all_gather(
-    shard: Any, mesh: DeviceMesh, outer_size: torch.Size, module: nn.Module
+    shard: Any,
+    mesh: DeviceMesh,
+    outer_size: torch.Size,
+    outer_stride: tuple[int, ...],
+    module: nn.Module,
+    mp_policy: object,
 ) -> tuple[tuple[Tensor, ...], GatherMetadata]:
     """Implement FSDP2's hook of that name for a shard of a parameter of ``outer_size`` in ``module``.
 
@@ -153,7 +158,7 @@ def post_all_gather(
     outputs: tuple[Tensor, ...],
     metadata: GatherMetadata,
     param_dtype: torch.dtype,
-    out: Tensor | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """Implement FSDP2's hook of that name: return the full tensor and its own storages, or None after filling ``out``.
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from nvfp4_tensor._compat.pickles import _rebuild, pin
 from nvfp4_tensor.numerics import layout
@@ -294,27 +293,8 @@ class NVFP4Tensor(CodedTensor):
         """Raise a TypeError: torchao's safetensors writer reads it and mistakes this class for its own of that name."""
         raise TypeError(NOT_IN_SAFETENSORS)
 
-    def fsdp_pre_all_gather(
-        self,
-        mesh: DeviceMesh,
-        outer_size: torch.Size,
-        outer_stride: tuple[int, ...],
-        module: torch.nn.Module,
-        mp_policy: object,
-    ) -> tuple[tuple[Tensor, ...], fsdp_transport.GatherMetadata]:
-        """FSDP2's hook: see :mod:`nvfp4_tensor.sharding.fsdp_transport`."""
-        return fsdp_transport.pre_all_gather(self, mesh, outer_size, module)
-
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: fsdp_transport.GatherMetadata,
-        param_dtype: torch.dtype,
-        *,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """FSDP2's hook: see :mod:`nvfp4_tensor.sharding.fsdp_transport`."""
-        return fsdp_transport.post_all_gather(self, all_gather_outputs, metadata, param_dtype, out)
+    fsdp_pre_all_gather = fsdp_transport.pre_all_gather
+    fsdp_post_all_gather = fsdp_transport.post_all_gather
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable, tuple]:
         # Detach each inner tensor: otherwise pickle would let two tensors share inner tensors as objects, which it does
