@@ -147,16 +147,15 @@ def _counts(chosen: Tensor, count: int) -> Tensor:
 # --- experts that train ----------------------------------------------------------------------------------------------
 
 
-def trains_experts(model: nn.Module) -> bool:
-    """Return whether the experts of a model run by an implementation that trains them in NVFP4."""
-    return any(str(config._experts_implementation).startswith(TRAINED_EXPERTS) for config in experts_configs(model))
+def training_configs(model: nn.Module) -> list[Any]:
+    """Return the configs of a model by which its experts run an implementation that trains them in NVFP4."""
+    return [each for each in experts_configs(model) if str(each._experts_implementation).startswith(TRAINED_EXPERTS)]
 
 
 def stop_training(model: nn.Module) -> None:
     """Run the experts of a model by transformers' default implementation, if they train in NVFP4."""
-    for config in experts_configs(model):
-        if str(config._experts_implementation).startswith(TRAINED_EXPERTS):
-            config._experts_implementation_internal = "grouped_mm"
+    for config in training_configs(model):
+        config._experts_implementation_internal = "grouped_mm"
 
 
 def experts_configs(model: nn.Module) -> list[Any]:

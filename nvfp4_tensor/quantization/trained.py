@@ -55,7 +55,7 @@ def warn_of_training(model: nn.Module, chosen: Iterable[nn.Module], with_experts
     names = {module: name for name, module in model.named_modules()}
     taken = set(chosen)
     left = [name for module, name in names.items() if trains(module) and module not in taken]
-    if not with_experts and experts.trains_experts(model):
+    if not with_experts and experts.training_configs(model):
         left += [name for name, module in model.named_modules() if experts.is_experts(module)]
     if left:
         warn_user(
