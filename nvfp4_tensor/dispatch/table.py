@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.dispatch.traces import check_write
@@ -47,7 +47,7 @@ def _dispatch(cls: type[NVFP4Tensor], func: Op, types: Types, args: Args = (), k
     kwargs = kwargs or {}
     implementation = cls._ATEN_OP_TABLE[cls].get(func)
     if func._schema.is_mutable:
-        check_write(func, args, kwargs)
+        check_write(func, written_by(func, args, kwargs))
         try:
             return (implementation or _write)(func, types, args, kwargs)
         except TypeError as error:  # ``t *= 2`` would become ``t = t * 2``
@@ -133,6 +133,13 @@ def check_writable(func: Op, t: NVFP4Tensor, new_scale: bool) -> None:
         )
 
 
+def written_by(func: Op, args: Args, kwargs: Kwargs) -> list[Any]:
+    """Return the leaves of the arguments that ``func`` writes."""
+    arguments = {argument.name: argument for argument in func._schema.arguments}
+    given = dict(zip(arguments, args, strict=False)) | kwargs
+    return tree_leaves([v for name, v in given.items() if (a := arguments[name].alias_info) is not None and a.is_write])
+
+
 def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     """Run a writing operator on decoded tensors, as if all had been dense.
 
@@ -141,10 +148,11 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     if torch.Tag.inplace_view in func.tags or func in (aten._resize_output_.default, aten.retain_grad.default):
         raise unsupported(func, "it would change a shape or a storage in place")
     written: dict[int, tuple[NVFP4Tensor, Tensor]] = {}
+    targets = {id(each) for each in written_by(func, args, kwargs)}
 
     def decoded(value: Any) -> Any:
-        if not isinstance(value, NVFP4Tensor):
-            return value
+        if not isinstance(value, NVFP4Tensor) or id(value) not in targets:
+            return dense(value)
         if id(value) not in written:
             check_writable(func, value, new_scale=True)
             if value.spec.hadamard_sign is not None:
@@ -152,13 +160,7 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
             written[id(value)] = value, value.dequantize()
         return written[id(value)][1]
 
-    arguments = {argument.name: argument for argument in func._schema.arguments}
-
-    def prepared(name: str, value: Any) -> Any:
-        alias = arguments[name].alias_info
-        return tree_map(decoded if alias is not None and alias.is_write else dense, value)
-
-    result = func(*map(prepared, arguments, args), **{name: prepared(name, value) for name, value in kwargs.items()})
+    result = func(*tree_map(decoded, args), **tree_map(decoded, kwargs))
     if "lerp" in func._schema.name and not all(t.spec.is_stochastic for t, _ in written.values()):
         warn_user(HARDLY_MOVES)
     for t, values in written.values():

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op
+from nvfp4_tensor.tensor.protocol import Op
 
 
 class _Trace:
@@ -71,14 +70,14 @@ def _lifts_tensors_of_modules() -> bool:
     return torch.__version__ >= "2.13" or torch._dynamo.config.inline_inbuilt_nn_modules
 
 
-def check_write(func: Op, args: Args, kwargs: Kwargs) -> None:
-    """Note which tensors ``func`` writes in a trace.
+def check_write(func: Op, written: list[Any]) -> None:
+    """Note that ``func`` writes to tensors in a trace.
 
     Raises:
         NotImplementedError: the graph has already read the parts of one of them. Dynamo then ends the graph before the
             write, or raises an error with ``fullgraph=True``.
     """
-    for t in written_by(func, args, kwargs):
+    for t in written:
         if isinstance(t, NVFP4Tensor) and isinstance(qdata := t._stored().qdata, FakeTensor):
             storage, trace = qdata.untyped_storage()._cdata, _trace(qdata.fake_mode)
             if storage in trace.read:
@@ -87,10 +86,3 @@ def check_write(func: Op, args: Args, kwargs: Kwargs) -> None:
                     "outside of the compiled function, or before the product, or compile without fullgraph=True"
                 )
             trace.written.add(storage)
-
-
-def written_by(func: Op, args: Args, kwargs: Kwargs) -> list[Any]:
-    """Return the leaves of the arguments that ``func`` writes."""
-    arguments = {argument.name: argument for argument in func._schema.arguments}
-    given = dict(zip(arguments, args, strict=False)) | kwargs
-    return tree_leaves([v for name, v in given.items() if (a := arguments[name].alias_info) is not None and a.is_write])
