@@ -278,7 +278,9 @@ def test_a_slice_whose_activation_amax_is_not_fixed():
         fixed[3:40] = static(None)[3:40]
     assert torch.equal(fixed.dequantize(), before) and fixed.activation_amax == 5
     assert fixed.copy_(matrix(300, 160)).activation_amax == 5  # of weight-only codes
-    assert fixed.copy_(static(None)).activation_amax is None
+    assert fixed.copy_(static(None)).activation_amax is None  # the old one could clip
+    assert static(None).copy_(static(5.0)).activation_amax == 5
+    assert matrix(300, 160).copy_(static(5.0)).activation_amax is None
 
 
 # --- who writes, and what shows it -----------------------------------------------------------------------------------

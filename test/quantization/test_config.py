@@ -88,25 +88,6 @@ def test_arguments_that_do_not_fit(make, message):
         make()
 
 
-def test_activation_amax_of_a_checkpoint_goes_with_its_codes():
-    """Without one, each call computes its own, because the old one could clip."""
-
-    def linear(config, amax=None):
-        m = nn.Linear(32, 32)
-        quantize_(m, config)
-        m.weight.activation_amax = amax
-        return m
-
-    static, dynamic = linear(NVFP4Config(), torch.tensor(3.0)), linear(NVFP4Config())
-    weight_only, other = linear(NVFP4WeightOnlyConfig()), linear(NVFP4Config())
-    for source, target, expected in (
-        (static, dynamic, 3.0), (weight_only, static, 3.0), (static, weight_only, None), (other, static, None)
-    ):  # fmt: skip
-        target.load_state_dict(source.state_dict())
-        amax = target.weight.activation_amax
-        assert expected is None if amax is None else amax.item() == expected
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("dtype", "config"),
