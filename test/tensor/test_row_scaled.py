@@ -62,8 +62,6 @@ test_what_it_does_not_go_with = refuses(
     (lambda: QuantizeSpec(row_scaled=True, block_rows=16), "row_scaled"),
     (lambda: QuantizeSpec(row_scaled=1), "row_scaled"),
     (lambda: QuantizeSpec(row_scaled=True, round_mode="eden"), "row_scaled"),
-    (lambda: NVFP4Config(row_scaled=True, step="prepare"), "row_scaled"),
-    (lambda: NVFP4Config(row_scaled=True, headroom=True, step="convert"), "row_scaled"),
     (lambda: calibrate(nn.Sequential(nn.Linear(16, 16)), [], NVFP4Config(row_scaled=True)), "row_scaled"),
     (lambda: NVFP4Tensor(**quantize(torch.ones(2, 16))._fields() | STATIC), "row_scaled"),
 )

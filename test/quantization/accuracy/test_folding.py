@@ -111,17 +111,6 @@ def test_a_loss_is_that_of_the_outputs():
         assert found == pytest.approx(expected, rel=1e-2)
 
 
-def test_even_columns_are_left_alone():
-    m = make()
-    for block in m:
-        block.norm.weight.data[::16] /= 12
-    state = copy.deepcopy(m.state_dict())
-    folds = {fold.norm[0][0]: fold for fold in fold_scales(m, batches(count=1), progress=False)}
-    assert all(fold.loss > 0.9 * fold.before for fold in folds.values())
-    for key, value in m.state_dict().items():
-        assert torch.equal(state[key], value) or folds[key[0]].exponent > 0
-
-
 def _gated(m):
     m[0].norm, norm = GatedNorm(WIDTH), m[0].norm
     m[0].norm.weight = norm.weight
