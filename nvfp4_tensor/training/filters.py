@@ -15,31 +15,29 @@ from nvfp4_tensor.quantization.conv1d import is_linear
 class Filter:
     """A function of (module, name), as quantize_ calls it, that selects linears. ``a & b`` selects what both select.
 
-    check: called with the whole model, which quantize_ asks about first.
+    names: those that :func:`keep_dense` was given, of which the model should have modules.
     """
 
-    def __init__(
-        self, selects: Callable[[nn.Module, str], bool], check: Callable[[nn.Module], None] | None = None
-    ) -> None:
-        self._selects, self._check = selects, check
+    def __init__(self, selects: Callable[[nn.Module, str], bool], names: tuple[str, ...] = ()) -> None:
+        self._selects, self._names = selects, names
 
     def __call__(self, module: nn.Module, name: str) -> bool:
-        if not name:
-            self.check(module)
+        if not name:  # quantize_ asks about the whole model first
+            self._warn_of_missing(module)
         return is_linear(module) and self._selects(module, name)
 
-    def check(self, model: nn.Module) -> None:
-        """Warn of what the filter names and the model does not have."""
-        if self._check is not None:
-            self._check(model)
+    def _warn_of_missing(self, model: nn.Module) -> None:
+        names = [name for name, _ in model.named_modules() if name]
+        for pattern in self._names:
+            if names and not any(_matches(name, pattern) for name in names):
+                warn_user(
+                    f"keep_dense({pattern!r}) keeps nothing dense: no module of the {type(model).__name__} has that "
+                    "name"
+                )
 
     def __and__(self, other: Callable[[nn.Module, str], bool]) -> Filter:
-        def check(model: nn.Module) -> None:
-            for each in (self, other):
-                if isinstance(each, Filter):
-                    each.check(model)
-
-        return Filter(lambda module, name: self._selects(module, name) and other(module, name), check)
+        names = self._names + (other._names if isinstance(other, Filter) else ())
+        return Filter(lambda module, name: self._selects(module, name) and other(module, name), names)
 
     __rand__ = __and__
 
@@ -62,15 +60,8 @@ def keep_dense(*which: str | Callable[[nn.Module, str], bool]) -> Filter:
     def is_dense(module: nn.Module, name: str) -> bool:
         return any(_matches(name, one) if isinstance(one, str) else one(module, name) for one in which)
 
-    def check(model: nn.Module) -> None:
-        names = [name for name, _ in model.named_modules() if name]
-        for one in which:
-            if isinstance(one, str) and names and not any(_matches(name, one) for name in names):
-                warn_user(
-                    f"keep_dense({one!r}) keeps nothing dense: no module of the {type(model).__name__} has that name"
-                )
-
-    return Filter(lambda module, name: not is_dense(module, name), check)
+    names = tuple(one for one in which if isinstance(one, str))
+    return Filter(lambda module, name: not is_dense(module, name), names)
 
 
 def _matches(name: str, pattern: str) -> bool:
