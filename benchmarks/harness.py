@@ -217,6 +217,26 @@ def _turn(run: Callable[[], object], calls: int) -> float:
     return start.elapsed_time(end) / 1e3 / calls
 
 
+def host_time(run: Callable[[], object], device: torch.device, *, budget: float = 0.3, rounds: int = 15) -> float:
+    """Return seconds of host time per eager call: the median of rounds of calls without synchronizing.
+
+    This takes ``budget`` seconds. A round has at most 500 calls, fewer than a stream can queue.
+    """
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    run()
+    calls = min(max(int(budget / rounds / _clock(run)), 1), 500)
+    taken = []
+    for _ in range(rounds):
+        synchronize()
+        taken.append(_clock(functools.partial(_repeat, run, calls)) / calls)
+    synchronize()
+    return statistics.median(taken)
+
+
 # --- where it ran, and what is kept ----------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@
     python -m benchmarks.accuracy.distillation --rows w4a4:learning_rate=2e-4 w4a4:start=gptq
     python -m benchmarks.accuracy.distillation --minutes 10 --folder build/distill --budget 420    # again: goes on
     python -m benchmarks.accuracy.distillation --model build/own_model                    # of own_model, on its texts
+    python -m benchmarks.accuracy.distillation --folder FOLDER --written 48000000 --prepare 1 2 3  # beside 4 to 12
 
 A row is a format, and after a colon changes: fields of DistillConfig, or ``start=gptq``.
 
@@ -24,22 +25,24 @@ import copy
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.accuracy.subjects import Evaluation, OwnModel, SmolLM2, open_subject, peak_gb, text_cells, text_heads
+from benchmarks.accuracy import subjects
+from benchmarks.accuracy.subjects import Evaluation, open_subject, peak_gb, text_cells, text_heads, with_earlier
 from benchmarks.accuracy.texts import WINDOW, without_shared, written_tokens
-from benchmarks.harness import record, result_path, save, table, with_earlier
+from benchmarks.harness import at_least, record, result_path, save, table
 from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, QuantizeSpec
 from nvfp4_tensor.quantization import GPTQConfig, gptq
 from nvfp4_tensor.training import DistillConfig, distill
 from nvfp4_tensor.training.distillation import Progress
 
-TOKENS = 32_768
+TOKENS, PART = 32_768, 4_000_000
+Subject: TypeAlias = subjects.SmolLM2 | subjects.OwnModel
 SEARCH = QuantizeSpec(scale_search="mse", scale_ceiling=448)
 FORMATS = {"w4a4": NVFP4Config(), "w4a16": NVFP4WeightOnlyConfig(), "w4a4_search": NVFP4Config(weight_spec=SEARCH),
            "w4a4_activations": NVFP4Config(activation_spec=QuantizeSpec(scale_search="mse")),
@@ -117,18 +120,26 @@ def kept(options: argparse.Namespace, name: str, make: Callable[[], Any]) -> Any
     return value
 
 
-def prepare(subject: SmolLM2 | OwnModel, options: argparse.Namespace) -> tuple[Tensor, dict[str, Tensor]]:
+def written(subject: Subject, options: argparse.Namespace, parts: Iterable[int]) -> list[Tensor]:
+    """Parts, from 1 on, of what the dense model writes, int64 (count,) each."""
+    dense, found = subject.model.to(options.device), []
+    for part in parts:
+        count = min(options.written - (part - 1) * PART, PART)
+        make = functools.partial(written_tokens, dense, subject.tokenizer, count, seed=part)
+        found.append(kept(options, f"written_{subject.name}_{part}_{count}", make))
+    return found
+
+
+def prepare(subject: Subject, options: argparse.Namespace) -> tuple[Tensor, dict[str, Tensor]]:
     """The windows to train on, int64 (count, 1024), and the evaluation texts."""
-    make: Callable[[], Any] = functools.partial(subject.training, options.processes, options.limit)
+    make: Callable[[], Any] = functools.partial(subject.training, options.processes, options.limit, options.files)
     ids = kept(options, f"training_{subject.name}_{options.limit}", make)  # forks: before CUDA
     subject.model.to(options.device)
     names, texts = options.texts or subject.text_names, {}
     for name in names:
         make = functools.partial(subject.texts, [name], options.tokens)
         texts |= kept(options, f"{name}_{subject.name}_{options.tokens}", make)
-    if options.written:
-        make = functools.partial(written_tokens, subject.model, subject.tokenizer, options.written, seed=1)
-        ids = torch.cat([ids, kept(options, f"written_{subject.name}_{options.written}", make)])
+    ids = torch.cat([ids, *written(subject, options, range(1, -(-options.written // PART) + 1))])
     windows = ids[: len(ids) // WINDOW * WINDOW].view(-1, WINDOW).to(options.device)
     return without_shared(windows, texts.values()), texts
 
@@ -146,10 +157,12 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=WINDOW, help="of training (%(default)s)")
     parser.add_argument("--limit", type=int, default=16_000_000, help="tokens of training text (%(default)s)")
     parser.add_argument("--written", type=int, help="tokens that the dense model writes (SmolLM2: 8 million)")
+    parser.add_argument("--files", type=int, help="Python files to read, by default all")
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each evaluation text (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--folder", type=Path, help="from which an interrupted run goes on")
+    parser.add_argument("--prepare", type=at_least(1), nargs="+", help="only these parts, of 4 million, of --written")
     parser.add_argument("--budget", type=float, help="seconds of this call after which a run with --folder stops")
     parser.add_argument("--out", type=Path, help="of results, instead of benchmarks/results")
     options = parser.parse_args()
@@ -158,6 +171,9 @@ def main() -> None:
         parse(row, device)
     subject = open_subject(options.model)
     options.written = subject.written if options.written is None else options.written
+    if options.prepare:
+        written(subject, options, options.prepare)
+        return
     ids, texts = prepare(subject, options)
     dense, ids = subject.model.to(device), ids.flatten()
     windows = ids[: len(ids) // options.window * options.window].view(-1, options.window)

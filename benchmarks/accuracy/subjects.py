@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
 from benchmarks.accuracy.texts import WINDOW, chat_tokens, docstring_tokens, header_tokens, library_docstrings
+from benchmarks.harness import with_earlier as with_earlier
 from nvfp4_cli.demo.model import evaluation_tokens, load_model
 from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer
 
@@ -42,8 +43,8 @@ class SmolLM2:
     def calibration(self) -> Tensor:
         return self.tokenizer(library_docstrings(), return_tensors="pt").input_ids[0]
 
-    def training(self, processes: int, limit: int) -> Tensor:
-        return docstring_tokens(self.tokenizer, processes, limit)
+    def training(self, processes: int, limit: int, files: int | None) -> Tensor:
+        return docstring_tokens(self.tokenizer, processes, limit, files)
 
 
 class OwnModel:
@@ -65,7 +66,7 @@ class OwnModel:
     def calibration(self) -> Tensor:
         return self._texts["training"]
 
-    def training(self, processes: int, limit: int) -> Tensor:
+    def training(self, processes: int, limit: int, files: int | None) -> Tensor:
         return self._texts["training"][:limit].long()
 
 

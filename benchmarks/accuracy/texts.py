@@ -55,11 +55,11 @@ def package_folders() -> list[Path]:
     return sorted(folder for folder in folders if folder.is_dir() and folder.parents[0] not in folders)
 
 
-def docstring_tokens(tokenizer: Any, processes: int, limit: int) -> Tensor:
+def docstring_tokens(tokenizer: Any, processes: int, limit: int, files: int | None) -> Tensor:
     """The docstrings of all packages but the help topics as tokens, int64 (count,), each file's text once."""
     found = sorted({path.resolve() for folder in package_folders() for path in folder.rglob("*.py")})
     paths = [path for path in found if path.parent.name != "pydoc_data"]
-    paths = random.Random(0).sample(paths, len(paths))
+    paths = random.Random(0).sample(paths, len(paths))[:files]
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         texts = list(dict.fromkeys(text for text in pool.map(docstrings_of, paths, chunksize=16) if text))
     tokens: list[Tensor] = []

@@ -8,11 +8,12 @@ linears together. "On end" is one recipe's step again and again, as in training,
 makes it; in the other columns the recipes take turns, at one clock for all. Parts are the ops that the recipe is made
 of, each with the bytes that it has to move. "saved" is what the linears keep for their backward beside their
 parameters, the codes of their weights included; "w again" is nvidia with keep_w=False, which quantizes the weight a
-second time instead.
+second time instead. "Host time" is that of an eager step of a linear so small that the device does not matter.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +191,15 @@ def block_step(recipe: str, tokens: int, device: torch.device, sizes: tuple[int,
     return {"seconds": timing.median, "peak": peak}
 
 
+def host_times(recipes: list[str], device: torch.device) -> dict[str, float]:
+    """Seconds of host time of an eager step of one linear, so small that the device does not matter."""
+    x = torch.randn(128, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    steps = {r: step_of(linear_by(r, 64, 64, device), x, dy) for r in ("bf16", *recipes)}
+    turns = [{r: harness.host_time(step, device, budget=0.1, rounds=5) for r, step in steps.items()} for _ in range(5)]
+    return {r: statistics.median(turn[r] for turn in turns) for r in steps}
+
+
 def linears_table(results: dict, recipes: list[str]) -> str:
     """A row a linear, and their sums: times of bfloat16's."""
     first = recipes[0]
@@ -249,7 +259,10 @@ def main() -> None:
         ratio = blocks[recipe]["seconds"] / blocks["bf16"]["seconds"]
         memory = f", peak {blocks[recipe]['peak'] / 2**30:.2f} GiB" if blocks[recipe]["peak"] else ""
         report(f"compiled block, {recipe}: {seconds(blocks[recipe]['seconds'])} ({ratio:.3f} of bf16){memory}")
-    content = record(device, tokens=tokens, linears=results, parts=taken, blocks=blocks)
+    host = host_times(options.recipes, device)
+    for recipe, taken_by in host.items():
+        report(f"host time of a linear, {recipe}: {seconds(taken_by)} ({taken_by / host['bf16']:.2f} of bf16)")
+    content = record(device, tokens=tokens, linears=results, parts=taken, blocks=blocks, host=host)
     save(result_path(device, "training_step", options.out), content, report.text)
 
 

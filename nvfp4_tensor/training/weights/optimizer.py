@@ -56,7 +56,7 @@ class NVFP4Optimizer(WeightOptimizer):
         **options: options of the inner optimizer, such as lr.
 
     Raises:
-        TypeError: if inner is not an optimizer class, or has no such option.
+        TypeError: if inner is not an optimizer class, or ``states`` is given, which NVFP4AdamW replaces.
         ValueError: if a parameter cannot be written to or an option does not fit; also errors of the inner optimizer.
 
     >>> to_nvfp4_parameters(model)
@@ -77,6 +77,7 @@ class NVFP4Optimizer(WeightOptimizer):
             raise TypeError(f"inner is a class of optimizer, torch.optim.AdamW for instance, not {inner!r}")
         if issubclass(inner, torch.optim.LBFGS | NVFP4Optimizer):
             raise ValueError(f"{inner.__name__} does not update parameters one at a time: use AdamW or SGD")
+        _refuse_states(options)
         sample = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32))
         self._inner = inner([sample], **options)
         self._initial_state = dict(self._inner.state[sample])
@@ -166,6 +167,7 @@ class NVFP4Optimizer(WeightOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
+        _refuse_states(group)
         group["round_mode"] = mode_of_write(group["round_mode"]).name.lower()  # a string, for weights_only=True
         inner = type(self._inner)
         for name, parameter in named(group):
@@ -182,6 +184,14 @@ class NVFP4Optimizer(WeightOptimizer):
                     f"{name} has {parameter.dim()} dimensions, and Muon updates matrices: give it to another optimizer"
                 )
         check_error_feedback(group, inner)
+
+
+def _refuse_states(options: dict[str, Any]) -> None:
+    if "states" in options:
+        raise TypeError(
+            "NVFP4Optimizer has no option states: NVFP4AdamW(model.parameters(), lr=...) is AdamW with moments in four "
+            "bits, of NVFP4 and of dense weights"
+        )
 
 
 def to_nvfp4_parameters(

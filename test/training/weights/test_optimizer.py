@@ -266,6 +266,7 @@ test_errors = refuses(
     (of(torch.optim.AdamW, error_feedback="gradient"), "False or 'momentum'"),
     (of(torch.optim.AdamW, error_feedback="momentum", amsgrad=True), "without amsgrad"),
     (of(torch.optim.AdamW, seed=0.5), "seed is an integer"),
+    (of(torch.optim.AdamW, states="nvfp4"), r"no option states: NVFP4AdamW\(model.parameters\(\), lr=...\)"),
     (of(torch.optim.AdamW, lr=-1.0), "Invalid learning rate"),
     (lambda: NVFP4Optimizer([("layer.weight", rotated())]), "layer.weight holds Hadamard"),
     (of(torch.optim.SGD, lr=0.1, error_feedback="momentum"), "momentum above 0"),
@@ -287,8 +288,9 @@ def test_a_step_with_a_sparse_gradient_writes_nothing(optimizer):
 def test_an_invalid_group_is_not_added():
     net = model()
     optimizer = NVFP4Optimizer([net.weight], torch.optim.SGD, lr=0.1)
-    with pytest.raises(ValueError, match="momentum above 0"):
-        optimizer.add_param_group({"params": [net.bias], "error_feedback": "momentum"})
+    for option, message in (({"error_feedback": "momentum"}, "momentum above 0"), ({"states": 4}, "no option states")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            optimizer.add_param_group({"params": [net.bias], **option})
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [net.bias]})
 
