@@ -44,17 +44,10 @@ def convert(src: Path, dst: Path, to: str, json_: bool, **given: Any) -> None:
 def run(
     src: Path, dst: Path, *, to: str, format: str | None, w4a16: bool, progress: bool, of_format: Mapping[str, Any]
 ) -> Written:
-    """Convert ``src`` into ``dst``.
-
-    Raises:
-        ValueError: ``src`` has no NVFP4 weights, or what :func:`checkpoints.convert` raises.
-    """
+    """Convert ``src`` into ``dst``."""
     from nvfp4_tensor import checkpoints
 
     start = time.perf_counter()
-    with checkpoints.read(src, format) as checkpoint:
-        if not any(entry.is_coded for entry in checkpoint.entries.values()):
-            raise ValueError(f"{src} has no NVFP4 weights, only dense ones: use `nvfp4 quantize`")
     checkpoints.convert(src, dst, to=to, format=format, weight_only=w4a16, progress=progress, **of_format)
     return Written.of(src, dst, time.perf_counter() - start)
 

@@ -137,6 +137,7 @@ def run(
     from nvfp4_tensor.checkpoints.io.resumable_write import check_is_new
     from nvfp4_tensor.checkpoints.models import fitting
     from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer, read_tokens, untie_head, windows_of
+    from nvfp4_tensor.checkpoints.sources.reading import open_source
     from nvfp4_tensor.quantization.observed_experts import routed_tokens
     from nvfp4_tensor.testing.model_quality import compare_models
 
@@ -147,7 +148,8 @@ def run(
     amax = budget = routed = None
     if distill is not None or calibrate is not None:
         check_is_new(dst, is_file=format_named(to).is_file)  # before minutes of calibration
-        source, fits = fitting.open_to_fit(src), distill is not None or gptq or weighted
+        source, fits = open_source(src), distill is not None or gptq or weighted
+        source.check_values()
         if fits:
             fitting.check_scales_fit(source, to, of_format)
         batches = windows_of(read_tokens(calibrate, open_tokenizer(src), tokens or 4096), WINDOW) if calibrate else []
@@ -167,15 +169,15 @@ def run(
                 progress=progress,
             )  # fmt: skip
         elif fits:
-            fit = fitting.fit_by_gptq if gptq else fitting.fit_by_scale_search
-            fit(model, batches, NVFP4WeightOnlyConfig(**given), chosen, progress=progress)
+            config = NVFP4WeightOnlyConfig(**given)
+            fitting.fit_to_inputs(model, batches, config, chosen, by_gptq=gptq, progress=progress)
         if fits:
             fitting.write_fitted(source, model, dst, to=to, head=head, progress=progress, **of_format)
             written = Written.of(src, dst, time.perf_counter() - start, budget, routed_tokens(model))
             if distill is None:
                 return written
             shutil.rmtree(state)
-            dense = open_model(fitting.open_to_fit(src), progress=progress)
+            dense = open_model(open_source(src), progress=progress)
             again = open_model(dst, src, progress=progress)
             read = compare_models(dense, again, batches[0].cpu().flatten(), progress=progress)
             return dataclasses.replace(written, divergence=read.divergence)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -196,6 +196,13 @@ class Checkpoint(abc.ABC):
 
     def write_auxiliary_files(self, folder: Path) -> None:  # noqa: B027  a model in memory has none
         """Write the tokenizer and other files of the model, except weights and configuration, to ``folder``."""
+
+    def check_values(self) -> None:  # noqa: B027  only weights in other codes have some
+        """Check what headers do not say, before anything is written."""
+
+    def report(self, quantized: Container[str]) -> str:
+        """Return what the weights in other codes were, one line for each kind; ``quantized``: which become NVFP4."""
+        return ""
 
     def identity(self) -> list[Any] | None:
         """Return everything that determines the content, as JSON: names, sizes and times of files, and settings.

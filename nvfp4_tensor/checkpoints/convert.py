@@ -49,7 +49,7 @@ def convert(
     """
     target = format_named(to)
     with read(src, format) as source:
-        if source.format == "dense" and to not in ("dense", "gguf"):
+        if to not in ("dense", "gguf") and not any(entry.is_coded for entry in source.entries.values()):
             raise ValueError(f"{src} has only dense weights: use checkpoints.quantize")
         checkpoint: Checkpoint = WeightOnly(source) if weight_only else source
         renamed = cache_names(checkpoint, target)

@@ -20,7 +20,6 @@ from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
 from nvfp4_tensor.checkpoints.io.safetensors import CHUNK
 from nvfp4_tensor.checkpoints.io.strips import STRIP, in_parallel
 from nvfp4_tensor.checkpoints.parts import LARGEST, LinearParts
-from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
 from nvfp4_tensor.checkpoints.sources.reading import open_source
 from nvfp4_tensor.checkpoints.wrappers import AsLinears, ExpertsApart, RowsApart, View, WithHead
 from nvfp4_tensor.numerics import layout
@@ -105,12 +104,10 @@ def quantize(
             include = (*include, source.head)
         has_scale = functools.partial(target.has_scale, source, options=options)
         checkpoint = Quantized(source, spec, exclude, include, input_amax or {}, seed, has_scale, target.holds_experts)
-        said = [checkpoint.plan.left_dense()]
-        if isinstance(opened, CodedFolder):
-            opened.check_values()
-            said.append(opened.report(checkpoint.plan.quantized))
-        if progress and any(said):
-            print("\n".join(filter(None, said)), file=sys.stderr)
+        opened.check_values()
+        said = [*filter(None, (checkpoint.plan.left_dense(), opened.report(checkpoint.plan.quantized)))]
+        if progress and said:
+            print(*said, sep="\n", file=sys.stderr)
         target.write(checkpoint, Path(dst), progress=progress, **options)
 
 
@@ -261,11 +258,7 @@ def _amax(x: Tensor) -> Tensor:
 def plan_folder(source: Checkpoint, exclude: Sequence[str], include: Sequence[str], experts: bool) -> ModelPlan:
     """Plan which weights of a dense checkpoint are quantized. Warn of weights whose size or dtype does not allow it.
 
-    With ``experts``, include the experts of gpt-oss and Llama 4 that are one tensor, with shapes (E, N, K).
-
-    Raises:
-        ValueError: there are none, or a pattern matches no weight.
-    """
+    With ``experts``, include the experts of gpt-oss and Llama 4 that are one tensor, with shapes (E, N, K)."""
     if quantized := [name for name, entry in source.entries.items() if entry.quantized]:
         raise ValueError(
             f"{source.path}: expected dense weights, found NVFP4 in {some(quantized)}: use checkpoints.convert"

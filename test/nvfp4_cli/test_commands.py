@@ -36,7 +36,7 @@ def test_what_a_user_gets_wrong_is_one_line_without_a_traceback(dense, quantized
         (["quantize", dense, new, "--to", "mlx", "--calibrate", text, "--gptq"], "add --lossy"),
         (["quantize", dense, new, "--to", "mlx", "--calibrate", text, "--weighted"], "readers of --to mlx have none"),
         (["quantize", dense, new, "--calibrate", text, "--bits", 4.5, "--tokens", 64], "bits"),
-        (["convert", dense, new], "has no NVFP4"),
+        (["convert", dense, new], "has only dense weights: use `nvfp4 quantize`"),
         (["convert", quantized, new, "--to", "mlx"], "pass --lossy, or pass --global-scale"),
         (["compare", dense, quantized, "--text", tmp_path / "bytes.txt"], "not text in UTF-8"),
         (["generate", tmp_path / "alone", "hi"], "--config-from"),

@@ -16,8 +16,6 @@ from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint, format_named
 from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.checkpoints.quantizing import plan_folder
-from nvfp4_tensor.checkpoints.sources.coded import CodedFolder
-from nvfp4_tensor.checkpoints.sources.reading import open_source
 from nvfp4_tensor.checkpoints.wrappers import untied
 from nvfp4_tensor.numerics.choices import ScaleSearch
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -64,11 +62,7 @@ class Chosen(PlannedFilter):
 def find_input_amax(
     model: nn.Module, batches: Sequence[Tensor], chosen: Chosen, *, progress: bool = True
 ) -> dict[str, float]:
-    """Return the largest input magnitude of each weight over ``batches``, each (1, tokens), by its name in files.
-
-    Raises:
-        ValueError: a weight had no input above zero.
-    """
+    """Return the largest input magnitude of each weight over ``batches``, each (1, tokens), by its name in files."""
     config = NVFP4Config(step="prepare", experts=True)
     Conversion(model, chosen.linears, config, experts=chosen.experts).run(model)
     for batch in tqdm(batches, desc="calibrating", unit="batch", disable=not progress):
@@ -106,39 +100,29 @@ def spend_bits(
     ).within(bits)
 
 
-def fit_by_gptq(
-    model: nn.Module, batches: Sequence[Tensor], config: NVFP4WeightOnlyConfig, chosen: Chosen, *, progress: bool = True
-) -> None:
-    """Quantize linears and experts in place by GPTQ. Scales are searched unless the config has settings of its own."""
-    own = None if config.weight == QuantizeSpec() else GPTQConfig(base_config=config)
-    gptq(model, _inputs(batches), own, filter_fn=chosen, progress=progress)
-
-
-def fit_by_scale_search(
-    model: nn.Module, batches: Sequence[Tensor], config: NVFP4WeightOnlyConfig, chosen: Chosen, *, progress: bool = True
-) -> None:
-    """Quantize linears and experts in place by a scale search that weights the error of each column by its inputs."""
+def fit_to_inputs(
+    model: nn.Module, batches: Sequence[Tensor], config: NVFP4WeightOnlyConfig, chosen: Chosen, *, by_gptq: bool,
+    progress: bool = True,
+) -> None:  # fmt: skip
+    """Quantize linears and experts in place by GPTQ, which searches scales unless the config has settings of its own;
+    or by a scale search that weights the error of each column by its inputs."""
+    if by_gptq:
+        own = None if config.weight == QuantizeSpec() else GPTQConfig(base_config=config)
+        gptq(model, _inputs(batches), own, filter_fn=chosen, progress=progress)
+        return
     spec = config.weight.replace(scale_search=ScaleSearch.MSE)
     config = NVFP4WeightOnlyConfig(weight_spec=spec, seed=config.seed, weighted=True, experts=True)
     quantize_by_inputs(model, _inputs(batches), config, chosen.linears, chosen.experts, progress=progress)
 
 
 def fit_by_distillation(
-    model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, chosen: Chosen, *, w4a16: bool, minutes: float,
-    compile: bool, folder: Path, progress: bool = True,
+    model: nn.Module, batches: Sequence[Tensor], spec: QuantizeSpec, chosen: Chosen, *, w4a16: bool, compile: bool,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Quantize a model in place, to W4A16 or to W4A4 with static scales, and train it to give the dense logits."""
     base = (NVFP4WeightOnlyConfig if w4a16 else NVFP4Config)(weight_spec=spec)
     config = DistillConfig(base_config=base, static=not w4a16, compile=compile)
-    distill(model, _inputs(batches), config, minutes=minutes, filter_fn=chosen, folder=folder, progress=progress)
-
-
-def open_to_fit(path: Path) -> Checkpoint:
-    """Open what :func:`checkpoints.quantize` reads, with the same errors, before minutes of calibration."""
-    source = open_source(path)
-    if isinstance(source, CodedFolder):
-        source.check_values()
-    return source
+    distill(model, _inputs(batches), config, filter_fn=chosen, **options)
 
 
 def check_scales_fit(source: Checkpoint, to: str, options: Mapping[str, Any]) -> None:
@@ -161,8 +145,9 @@ def write_fitted(
     """
     with source:
         fitted = Fitted(source, model, untied(source.config) if head else source.config)
-        if progress and isinstance(source, CodedFolder):
-            tqdm.write(source.report({name for name, e in fitted.entries.items() if e.quantized}), file=sys.stderr)
+        said = source.report({name for name, e in fitted.entries.items() if e.quantized})
+        if progress and said:
+            tqdm.write(said, file=sys.stderr)
         format_named(to).write(fitted, dst, progress=progress, **options)
 
 

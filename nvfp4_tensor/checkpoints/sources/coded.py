@@ -126,11 +126,7 @@ class CodedFolder(FolderCheckpoint):
         return self.shards.info[next(iter(self.coded_weights[name].parts.values()))].file
 
     def check_values(self) -> None:
-        """Check what the headers do not say, before anything is written: scales, which are few, and decoders.
-
-        Raises:
-            ValueError: a scale is infinite or NaN, an index is too large, or a weight cannot be decoded.
-        """
+        """Check what the headers do not say, before anything is written: scales, which are few, and decoders."""
         for name, coded in self.coded_weights.items():
             if "codes" in coded.parts:
                 rows = 1 if coded.unit < coded.shape[0] else coded.shape[0]
