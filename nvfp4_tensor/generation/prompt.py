@@ -6,6 +6,7 @@ as a graph.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from nvfp4_tensor.generation.architectures import Block, Linear, Model
 from nvfp4_tensor.generation.capture import captured
 from nvfp4_tensor.generation.fixed_cache import FixedCache, append, buffers_of
 from nvfp4_tensor.generation.ring import DenseBuffers
-from nvfp4_tensor.generation.token_step import Rotation, Sum, TokenStep, head_norms, rotation_of, takes_fp8
+from nvfp4_tensor.generation.token_step import Attend, Rotation, Sum, TokenStep, head_norms, rotation_of, takes_fp8
 from nvfp4_tensor.matmul.backends import FP8_ROWS
 from nvfp4_tensor.ops.composite.step import normed_and_rotated
 
@@ -37,55 +38,44 @@ def fits(model: Model) -> bool:
     return all(not each.numbers["softcap"] and "sinks" not in each.parts for each in model.blocks)
 
 
-class Prompt:
-    """What the tokens of prompts (B, T) have in common in all layers."""
+def attention_of(
+    buffers: Sequence[DenseBuffers], first: int, count: int, rotations: Sequence[Rotation], starts: Tensor | None
+) -> Attend:
+    """Return the attention of the tokens of prompts (B, count), which are ``first`` and following of these buffers."""
+    batch, last = buffers[0].keys.shape[0], first + count
+    turns: list[Any] = [[t.expand(batch, -1, -1).flatten(0, 1) for t in pair] for pair in rotations]
 
-    def __init__(
-        self,
-        buffers: Sequence[DenseBuffers],
-        first: int,
-        count: int,
-        rotations: Sequence[Rotation],
-        starts: Tensor | None,
-    ) -> None:
-        self.buffers, self.first, self.count, self.starts = buffers, first, count, starts
-        self.batch = buffers[0].keys.shape[0]
-        self.rotations: list[Any] = [[t.expand(self.batch, -1, -1).flatten(0, 1) for t in pair] for pair in rotations]
-        self._masks: dict[int, Tensor | None] = {}
+    @functools.cache
+    def mask_of(window: int) -> Tensor | None:
+        """Which positions (1 or B, 1, count, last) each token sees, None: all from the first to its own."""
+        if not first and starts is None and (not window or last <= window):
+            return None
+        keys = torch.arange(last, device=buffers[0].keys.device)
+        queries = keys[first:, None]
+        seen = keys <= queries
+        if window:
+            seen = seen & (keys > queries - window)
+        if starts is not None:
+            seen = seen & (keys >= starts[:, None, None])
+        return (seen | (keys == queries)).view(-1, 1, count, last)  # padding sees itself
 
-    def attend(self, layer: int, block: Block, qkv: Tensor) -> Tensor:
-        """Append keys and values, and return what queries attend to (B * T, heads * head_dim)."""
+    def attend(layer: int, block: Block, qkv: Tensor) -> Tensor:
         heads, kv_heads, dim = (block.kinds[name] for name in ("heads", "kv_heads", "dim"))
-        parts = normed_and_rotated(qkv, *head_norms(block), *rotation_of(block, self.rotations), heads, kv_heads, dim)
-        q, k, v = (t.view(self.batch, self.count, -1, dim).transpose(1, 2) for t in parts)
-        last = self.first + self.count
-        for buffer, new in zip(self.buffers[layer], (k, v), strict=True):
-            buffer[:, :, self.first : last] = new
-        mask = self._mask(block.kinds["window"])
-        if self.first:
-            k, v = (each[:, :, :last] for each in self.buffers[layer])
+        parts = normed_and_rotated(qkv, *head_norms(block), *rotation_of(block, turns), heads, kv_heads, dim)
+        q, k, v = (t.view(batch, count, -1, dim).transpose(1, 2) for t in parts)
+        for buffer, new in zip(buffers[layer], (k, v), strict=True):
+            buffer[:, :, first:last] = new
+        mask = mask_of(block.kinds["window"])
+        if first:
+            k, v = (each[:, :, :last] for each in buffers[layer])
         if mask is not None and heads != kv_heads:
             k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))  # no fast kernel has both
         y = torch.nn.functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=block.numbers["scaling"], enable_gqa=q.shape[1] != k.shape[1]
         )
-        return y.transpose(1, 2).reshape(self.batch * self.count, heads * dim)
+        return y.transpose(1, 2).reshape(batch * count, heads * dim)
 
-    def _mask(self, window: int) -> Tensor | None:
-        """Return which positions (1 or B, 1, T, first + T) each token sees, None: all from the first to its own."""
-        last = self.first + self.count
-        if not self.first and self.starts is None and (not window or last <= window):
-            return None
-        if window not in self._masks:
-            keys = torch.arange(last, device=self.buffers[0].keys.device)
-            queries = keys[self.first :, None]
-            seen = keys <= queries
-            if window:
-                seen = seen & (keys > queries - window)
-            if self.starts is not None:
-                seen = seen & (keys >= self.starts[:, None, None])
-            self._masks[window] = (seen | (keys == queries)).view(-1, 1, self.count, last)  # padding sees itself
-        return self._masks[window]
+    return attend
 
 
 class Prompts:
@@ -106,7 +96,7 @@ class Prompts:
         self._step, self._step_of_many_rows = step, TokenStep(step.model, is_fp8=True) if is_fp8 else step
         self._short = 2 * SHORT if is_fp8 else SHORT
         self._pool: Any = None
-        self._memory: list[DenseBuffers] | None = None  # of each layer, which all kinds share
+        self._memory: list[list[Tensor]] = []  # of each layer, which all kinds share
         self._kinds: dict[tuple[int, int, bool, bool], _Static] = {}
 
     def read(self, tokens: Tensor, positions: Tensor, starts: Tensor | None, cache: FixedCache, kept: int) -> Tensor:
@@ -122,16 +112,10 @@ class Prompts:
         if not before and self.pads and batch * _padded(count) <= self._short:
             logits = self._read_short(tokens, positions, starts, cache, kept)
         else:
-            prompt = Prompt(buffers_of(cache), before, count, self._rotations(positions), starts)
-            logits = _run(self._step_of(count), tokens, prompt, lambda x: x[:, -kept:])
+            buffers, step = buffers_of(cache), self._step_of(count)
+            logits = self._logits(step, tokens, positions, starts, buffers, before, lambda x: x[:, -kept:])
         append(cache, count)
         return logits
-
-    def _step_of(self, count: int) -> TokenStep:
-        return self._step if count < FP8_ROWS else self._step_of_many_rows
-
-    def _rotations(self, positions: Tensor) -> list[Rotation]:
-        return [each.cos_sin(self.model.norm.weight, positions) for each in self.model.rotaries]
 
     def make_room(self, cache: FixedCache, batch: int, length: int) -> None:
         """Give all layers of a cache buffers for ``length`` tokens of each text."""
@@ -142,35 +126,55 @@ class Prompts:
                 layer.lazy_initialization(new, new)
             layer.reserve(length)  # their capacities may differ
 
+    def _step_of(self, count: int) -> TokenStep:
+        return self._step if count < FP8_ROWS else self._step_of_many_rows
+
+    def _logits(
+        self,
+        step: TokenStep,
+        tokens: Tensor,
+        positions: Tensor,
+        starts: Tensor | None,
+        buffers: Sequence[DenseBuffers],
+        before: int,
+        kept: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        """Append prompts (B, T) behind ``before`` tokens, and return the logits (B, kept, vocabulary).
+
+        kept: from states (B, T, D) to those that have logits.
+        """
+        batch, count = tokens.shape
+        rotations = [each.cos_sin(self.model.norm.weight, positions) for each in self.model.rotaries]
+        attend = attention_of(buffers, before, count, rotations, starts)
+        total = step.blocks_of(step.embedded(tokens.flatten()), attend)
+        x, residual = (None if t is None else kept(t.view(batch, count, -1)).flatten(0, 1) for t in total[:2])
+        assert x is not None
+        logits = step.logits(Sum(x, residual, total.first, total.multiplier))
+        return logits.view(batch, -1, logits.shape[-1])
+
     def _read_short(
         self, tokens: Tensor, positions: Tensor, starts: Tensor | None, cache: FixedCache, kept: int
     ) -> Tensor:
-        batch, count = tokens.shape
-        key = batch, _padded(count), starts is not None, self._step_of(count) is self._step
-        static = self._kinds.get(key)
-        is_first = static is None
-        if static is None:
-            static = self._new(key, self._step_of(count), buffers_of(cache))
+        (batch, count), step, buffers = tokens.shape, self._step_of(tokens.shape[1]), buffers_of(cache)
+        key = batch, _padded(count), starts is not None, step is self._step
+        is_first = key not in self._kinds
+        static = self._new(key, buffers) if is_first else self._kinds[key]
         static.tokens[:, :count].copy_(tokens)
         static.positions[:, :count].copy_(positions)
         static.last.fill_(count - 1)
         if starts is not None and static.starts is not None:
             static.starts.copy_(starts)
+        run = functools.partial(self._logits, step, static.tokens, static.positions, static.starts, static.buffers, 0)
         if is_first or tokens.is_cpu or kept > 1:  # the first one of a length may be the last one
-            logits = self._run_short(static, lambda x: x[:, count - kept : count])
+            logits = run(lambda x: x[:, count - kept : count])
         else:
             if static.replay is None:
-                run = functools.partial(self._run_short, static, lambda x: x.index_select(1, static.last))
+                run = functools.partial(run, lambda x: x.index_select(1, static.last))
                 static.replay = self._captured(run, tokens.device)
             logits = static.replay().clone()
         news = [each[:, :, :count] for pair in static.buffers for each in pair]
-        torch._foreach_copy_([each[:, :, :count] for pair in buffers_of(cache) for each in pair], news)
+        torch._foreach_copy_([each[:, :, :count] for pair in buffers for each in pair], news)
         return logits
-
-    def _run_short(self, static: _Static, kept: Callable[[Tensor], Tensor]) -> Tensor:
-        rotations = self._rotations(static.positions)
-        prompt = Prompt(static.buffers, 0, static.tokens.shape[1], rotations, static.starts)
-        return _run(static.step, static.tokens, prompt, kept)
 
     def _captured(self, run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -180,53 +184,35 @@ class Prompts:
             warn_user(f"prompts are not captured by CUDA graphs, which are faster: {error}")
             return run
 
-    def _new(self, key: tuple[int, int, bool, bool], step: TokenStep, like: Sequence[DenseBuffers]) -> _Static:
+    def _new(self, key: tuple[int, int, bool, bool], like: Sequence[DenseBuffers]) -> _Static:
         while len(self._kinds) >= KINDS:
             del self._kinds[next(iter(self._kinds))]
+        batch, count, padded, _ = key
+        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=like[0].keys.device)
         with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
-            if self._memory is None:
-                self._memory = [
-                    DenseBuffers(*(t.new_zeros(self._short * t.shape[1] * t.shape[3]) for t in each)) for each in like
-                ]
-            static = self._kinds[key] = _Static(step, *key[:3], like, self._memory)
+            if not self._memory:
+                self._memory = [[t.new_zeros(self._short * t.shape[1] * t.shape[3]) for t in each] for each in like]
+            shapes = [[(batch, t.shape[1], count, t.shape[3]) for t in each] for each in like]
+            buffers = [
+                DenseBuffers(*(t[: math.prod(shape)].view(shape) for t, shape in zip(*each, strict=True)))
+                for each in zip(self._memory, shapes, strict=True)
+            ]
+            starts = zeros(batch) if padded else None
+            static = _Static(zeros((batch, count)), zeros((batch, count)), starts, zeros(1), buffers)
+        self._kinds[key] = static
         return static
 
 
-def _run(step: TokenStep, tokens: Tensor, prompt: Prompt, kept: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the logits (B, kept, vocabulary) of prompts (B, T); kept: the last states of (B, T, D) to go on with."""
-    batch, count = tokens.shape
-    total = step.blocks_of(step.embedded(tokens.flatten()), prompt.attend)
-    x, residual = (None if t is None else kept(t.view(batch, count, -1)).flatten(0, 1) for t in total[:2])
-    assert x is not None
-    logits = step.logits(Sum(x, residual, total.first, total.multiplier))
-    return logits.view(batch, -1, logits.shape[-1])
-
-
+@dataclasses.dataclass(eq=False)
 class _Static:
-    """Inputs at fixed addresses of prompts (batch, count), and their keys and values, parts of ``memory``."""
+    """Inputs of prompts (batch, count) at fixed addresses, and their keys and values, parts of the memory of all."""
 
-    def __init__(
-        self,
-        step: TokenStep,
-        batch: int,
-        count: int,
-        padded: bool,
-        like: Sequence[DenseBuffers],
-        memory: Sequence[DenseBuffers],
-    ) -> None:
-        self.step = step
-        zeros = functools.partial(torch.zeros, dtype=torch.int64, device=like[0].keys.device)
-        self.tokens, self.positions, self.last = zeros((batch, count)), zeros((batch, count)), zeros(1)
-        self.starts = zeros(batch) if padded else None
-        self.buffers = [
-            DenseBuffers(*(_part(m, (batch, t.shape[1], count, t.shape[3])) for m, t in zip(*each, strict=True)))
-            for each in zip(memory, like, strict=True)
-        ]
-        self.replay: Callable[[], Tensor] | None = None
-
-
-def _part(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return memory[: math.prod(shape)].view(shape)
+    tokens: Tensor
+    positions: Tensor
+    starts: Tensor | None
+    last: Tensor
+    buffers: list[DenseBuffers]
+    replay: Callable[[], Tensor] | None = None
 
 
 def _padded(count: int) -> int:

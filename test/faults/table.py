@@ -75,7 +75,7 @@ FAULTS = [
     F("generation/fixed_cache.py", "self._first(_multiple(len(self.buffers[0]), self.rows))", "self.buffers", "generation/test_invariance.py"),
     F("generation/invariance.py", "enumerate(_starts(padding) or [0] * batch)", "enumerate([0] * batch)", "generation/test_invariance.py"),
     F("generation/runner.py", "self._position.copy_(self._own(position)) if self.rows else", "", "generation/test_invariance.py"),
-    F("generation/prompt.py", "seen & (keys >= self.starts[:, None, None])", "seen.expand(len(self.starts), -1, -1)", "generation/test_changed_models.py"),
+    F("generation/prompt.py", "seen & (keys >= starts[:, None, None])", "seen.expand(len(starts), -1, -1)", "generation/test_changed_models.py"),
     F("generation/prompt.py", "seen & (keys > queries - window)", "seen", "generation/test_changed_models.py"),
     F("ops/composite/step.py", "wide.square().mean(-1, keepdim=True) + eps", "wide.square().mean(-1, keepdim=True)", "ops/test_step.py"),
     # --- quantization ---
