@@ -1,6 +1,6 @@
 """All blocks of a described model for one token of each text as one operator: on a CPU, and on Hopper for one text.
 
-    layers = CpuLayers(flatten(describe(model)), buffers)
+    layers = on_cpu(flatten(describe(model)), buffers)
     hidden = layers(x, place, rotations)
 
 A CPU's operator reads a list of tensors and two tables of numbers; ``ops/composite/decode_step.py`` has their layout.
@@ -9,8 +9,8 @@ That of Hopper takes a Llama, with a dense cache or one of codes (``ops/composit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,18 +32,9 @@ Rotation = tuple[Tensor, Tensor]
 # --- on a CPU --------------------------------------------------------------------------------------------------------
 
 
-class StepArguments(NamedTuple):
-    """What ``nvfp4::decode_step`` reads of a model: its arguments between x and the caches.
-
-    Attributes:
-        weights: the tensors of all blocks and of the last norm, not copies.
-        kinds: int64 (blocks + 1, kinds).
-        numbers: float64 (blocks + 1, numbers).
-    """
-
-    weights: list[Tensor]
-    kinds: Tensor
-    numbers: Tensor
+StepArguments = tuple[list[Tensor], Tensor, Tensor]
+"""What ``nvfp4::decode_step`` reads of a model: the tensors of all blocks and of the last norm, not copies; int64
+(blocks + 1, kinds); float64 (blocks + 1, numbers)."""
 
 
 def flatten(model: Model) -> StepArguments:
@@ -69,25 +60,25 @@ def flatten(model: Model) -> StepArguments:
         kinds.append([row[name] for name in KINDS])
         numbers.append([floats[name] for name in NUMBERS])
     rows = torch.tensor(kinds, dtype=torch.int64, device="cpu")
-    return StepArguments(weights, rows, torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+    return weights, rows, torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
-class CpuLayers:
-    """All blocks and the last norm of a described model as one operator, on a CPU, with the buffers of one cache."""
+def on_cpu(arguments: StepArguments, buffers: Sequence[DenseBuffers]) -> Callable[..., Tensor]:
+    """Return all blocks and the last norm of a described model as one operator, with the buffers of one cache.
 
-    def __init__(self, arguments: StepArguments, buffers: Sequence[DenseBuffers]) -> None:
-        self._arguments = *arguments, [each.keys for each in buffers], [each.values for each in buffers]
+    From embedded tokens x (B, D), the place where they are written, and the rotations of each of the model's rotary
+    embeddings to the hidden states (B, D).
+    """
+    keys, values = ([each[i] for each in buffers] for i in range(2))
 
-    def __call__(self, x: Tensor, place: Place, rotations: Sequence[Rotation]) -> Tensor:
-        """Return the hidden states (B, D) after the last norm of embedded tokens x (B, D).
-
-        Args:
-            place: where the tokens are written.
-            rotations: for each of the model's rotary embeddings.
-        """
-        cos, sin = ([pair[i] for pair in rotations] for i in range(2))
-        hidden: Tensor = torch.ops.nvfp4.decode_step(x, *self._arguments, cos, sin, int(place.position), place.starts)
+    def layers(x: Tensor, place: Place, rotations: Sequence[Rotation]) -> Tensor:
+        cos, sin = [pair[0] for pair in rotations], [pair[1] for pair in rotations]
+        hidden: Tensor = torch.ops.nvfp4.decode_step(
+            x, *arguments, keys, values, cos, sin, int(place.position), place.starts
+        )
         return hidden
+
+    return layers
 
 
 def _tensors(block: Block, hidden: int) -> Iterator[tuple[str, tuple[Tensor, ...]]]:

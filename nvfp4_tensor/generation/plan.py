@@ -17,7 +17,7 @@ from nvfp4_tensor.generation.fixed_cache import (
     keeps_all_keys,
     static_view,
 )
-from nvfp4_tensor.generation.fused_layers import CpuLayers, FusedLayers, StepArguments, flatten
+from nvfp4_tensor.generation.fused_layers import FusedLayers, StepArguments, flatten, on_cpu
 from nvfp4_tensor.generation.model_state import ModelState, check_modules, unsupported_reason
 from nvfp4_tensor.generation.prompt import Prompts, fits
 from nvfp4_tensor.generation.ring import DenseBuffers
@@ -148,17 +148,14 @@ class Plan:
             padded: texts may have padding before them.
             texts: rows of the buffers; None: all.
         """
-        return self._bind_own(cache) if self.description is None else self._bind_native(cache, padded, texts)
-
-    def _bind_native(self, cache: Any, padded: bool, texts: slice | None) -> tuple[Step, Any]:
-        """Bind the step of the description to a cache, dense or of codes."""
-        assert self.description is not None
+        if self.description is None:
+            return self._bind_own(cache)
         buffers = buffers_of(cache)
         if texts is not None:
             buffers = [DenseBuffers(*(t[texts] for t in each)) for each in buffers]
-        fused: CpuLayers | FusedLayers | None = None
+        fused: Any = None
         if self._arguments is not None:
-            fused = CpuLayers(self._arguments, buffers)
+            fused = on_cpu(self._arguments, buffers)
         elif not padded:
             fused = FusedLayers.of(self.description, buffers)
 
