@@ -147,9 +147,7 @@ class FixedLayer(Layer):
         self.capacity = min(self.capacity, round_up(key_states.shape[-2] + ROOM))
         self.batch = key_states.shape[0]
         lent = None if self.lender is None else self.lender.pairs.get(self.index)
-        if lent is not None and all(
-            _fits(buffer, self._shape(new), new) for buffer, new in zip(lent, (key_states, value_states), strict=True)
-        ):
+        if lent is not None and all(map(self._fits, lent, (key_states, value_states))):
             for buffer in lent:
                 buffer.zero_()
             self.buffers, self.capacity = lent, lent[0].shape[2]
@@ -165,6 +163,10 @@ class FixedLayer(Layer):
 
     def _shape(self, like: Tensor) -> tuple[int, ...]:
         return _multiple(like.shape[0], self.rows or 1), like.shape[1], self.capacity, like.shape[3]
+
+    def _fits(self, buffer: Tensor, new: Tensor) -> bool:
+        first = buffer[:, :, : self.capacity]
+        return (first.shape, first.dtype, first.device) == (self._shape(new), new.dtype, new.device)
 
     def _lend_back(self) -> None:
         if self.lender is not None:
@@ -211,16 +213,6 @@ class FixedLayer(Layer):
         self._undo_narrowing()
         self.is_initialized = False
         self.buffers, self.length = None, 0
-
-
-def _fits(buffer: Tensor, shape: tuple[int, ...], new: Tensor) -> bool:
-    return (
-        buffer.shape[:2] == shape[:2]
-        and buffer.shape[2] >= shape[2]
-        and buffer.shape[3] == shape[3]
-        and buffer.dtype == new.dtype
-        and buffer.device == new.device
-    )
 
 
 class FixedCache(Cache):
