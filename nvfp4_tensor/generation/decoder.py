@@ -17,7 +17,7 @@ from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.generation import invariance
 from nvfp4_tensor.generation.cache_argument import CACHE, NAMES, cache_in
 from nvfp4_tensor.generation.choice import ROWS, Chooser, Sampling
-from nvfp4_tensor.generation.ended_texts import Endings, Narrowed, narrow, narrowed_of, widen
+from nvfp4_tensor.generation.ended_texts import Endings, Narrowed, narrow, narrowed_of, padding_of_rows, widen
 from nvfp4_tensor.generation.fixed_cache import (
     Buffers,
     FixedCache,
@@ -198,13 +198,13 @@ class Decoder:
             self._warn_that("a StaticCache is transformers' own (give none, or cache_implementation='static')")
             return None
         position, position_ids, mask = length_of(cache), others.get("position_ids"), others.get("attention_mask")
-        if not self._is_left_padded(mask, position + input_ids.shape[1]):
+        is_left, padding = self._padding(mask, position + input_ids.shape[1])
+        if not is_left:
             if type(cache) is FixedCache and isinstance(mask, Tensor) and mask.dim() == 2:
                 self._warn_that("padding is not before the texts (set tokenizer.padding_side = 'left')")
             return None
         if position_ids is not None and tuple(position_ids.shape) not in ((1, input_ids.shape[1]), (*input_ids.shape,)):
             return None
-        padding = None if mask is None else self.padding_of(mask)
         if padding is not None and padding.most == position + input_ids.shape[1]:
             return None  # a text without tokens so far, in a prompt that is read in chunks
         if input_ids.shape[1] > 1 or not position:
@@ -216,11 +216,20 @@ class Decoder:
         if narrowed is not None:
             input_ids = narrowed.select(input_ids)
             position_ids = None if position_ids is None else narrowed.select(position_ids)
-            padding = None if padding is None else narrowed.select_padding(padding)
+        padding = padding_of_rows(cache, padding)
         if batch_of(cache) != len(input_ids):
             return None
-        runner = self.launch(cache, input_ids, position, position_ids, padding)
-        if runner is None:
+        for _ in range(2):
+            runner = self.runner(cache, None, position, padding)
+            if runner is None or runner.plan.requests_more:
+                return None
+            runner.feed(input_ids)
+            runner.launch(position, position_ids, padding)
+            # The model is compared with its plan while the device computes: a graph only reads memory that its plan
+            # keeps alive, so what it computed for a changed model is dropped.
+            if self.plan() is runner.plan:
+                break
+        else:
             return None
         append(cache)
         logits = runner.logits[: len(input_ids)]
@@ -249,29 +258,6 @@ class Decoder:
             positions = torch.arange(position, position + tokens.shape[1], device=tokens.device)[None]
             positions = positions if starts is None else (positions - starts[:, None]).clamp(min=0)
         return plan.prompts.read(tokens, positions, starts, cache, min(kept or tokens.shape[1], tokens.shape[1]))
-
-    def launch(
-        self,
-        cache: Any,
-        tokens: Tensor,
-        position: int,
-        position_ids: Tensor | None = None,
-        padding: Padding | None = None,
-    ) -> Runner | None:
-        """Run one token per text, or return None if the model is not one that can be run.
-
-        The model is compared with its plan after the launch, while the device computes: a graph only reads memory that
-        its plan keeps alive, so what it computed for a changed model is dropped.
-        """
-        for _ in range(2):
-            runner = self.runner(cache, None, position, padding)
-            if runner is None or runner.plan.requests_more:
-                return None
-            runner.feed(tokens)
-            runner.launch(position, position_ids, None if padding is None else padding.starts)
-            if self.plan() is runner.plan:
-                return runner
-        return None
 
     def runner(
         self, cache: Any, chooser: Chooser | None = None, position: int = 0, padding: Padding | None = None
@@ -360,32 +346,24 @@ class Decoder:
             and others.get("return_dict") is not False
         )
 
-    def _is_left_padded(self, mask: Any, length: int) -> bool:
-        """Return whether each text sees all tokens from its first one on: a prompt has padding only before it."""
+    def _padding(self, mask: Any, length: int) -> tuple[bool, Padding | None]:
+        """Return whether each text sees all tokens from its first one on, and the padding before texts."""
         if mask is None:
-            return True
+            return True, None
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] != length:
-            return False
-        if not self.knows(mask):
+            return False, None
+        if (known := self._known_of(mask)) is None:
             is_left, padding = padding_of(mask)
             if not is_left:
-                return False
-            self.know(mask, padding)
-        return True
+                return False, None
+            self._known = known = mask, _version(mask), padding
+        return True, known[2]
 
-    def knows(self, mask: Any) -> bool:
-        """Return whether the padding of a mask is known without reading it from the device."""
-        known = self._known
-        return known is not None and known[0] is mask and known[1] is not None and known[1] == _version(mask)
-
-    def know(self, mask: Tensor, padding: Padding | None) -> None:
-        """Remember where the texts of this mask start."""
-        self._known = mask, _version(mask), padding
-
-    def padding_of(self, mask: Tensor) -> Padding | None:
-        """Return the padding of the mask that was the last one to be known, None for none."""
-        assert self._known is not None and self._known[0] is mask
-        return self._known[2]
+    def _known_of(self, mask: Any) -> tuple[Tensor, int | None, Padding | None] | None:
+        """Return what is known of the padding of a mask without reading it from the device, None for nothing."""
+        known = self._known  # once: another thread may write it
+        is_of_mask = known is not None and known[0] is mask and known[1] is not None and known[1] == _version(mask)
+        return known if is_of_mask else None
 
     def prepare_cache(self, config: Any, arguments: dict[str, Any], mode: Any, batch_size: int, length: int) -> None:
         """Create the cache in ``generate``: a step needs one with fixed buffers."""
@@ -422,12 +400,10 @@ class Decoder:
     def next_arguments(self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Make the next mask in ``generate``, whose padding is that of the last one."""
         model, mask = self.model, model_kwargs.get("attention_mask")
-        with self.lock:
-            is_known = self.knows(mask)
-            padding = self.padding_of(mask) if is_known and mask is not None else None
+        known = self._known_of(mask)
         updated = type(model)._update_model_kwargs_for_generation(model, outputs, model_kwargs, *args, **kwargs)
-        if is_known:
-            self.know(updated["attention_mask"], padding)
+        if known is not None:
+            self._known = (mask := updated["attention_mask"]), _version(mask), known[2]
         return updated
 
     def _output(self, logits: Tensor, cache: Any) -> Any:

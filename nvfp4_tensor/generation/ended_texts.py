@@ -98,6 +98,12 @@ def narrowed_of(cache: Any) -> Narrowed | None:
     return getattr(cache.layers[0], "narrowed", None) if cache.layers else None
 
 
+def padding_of_rows(cache: Any, padding: Any) -> Any:
+    """Return the padding of the texts that go on, None for none."""
+    narrowed = narrowed_of(cache)
+    return padding if narrowed is None or padding is None else narrowed.select_padding(padding)
+
+
 def widen(cache: Any) -> None:
     """Let all texts of a cache go on."""
     if (narrowed := narrowed_of(cache)) is not None:

@@ -50,7 +50,7 @@ class Runner:
         self.plan, self.batch, self.chooser, self.rows = plan, batch, chooser, rows
         self._known: int | None = None
         self._known_rotary: int | None = None
-        self._known_starts: Tensor | None = None
+        self._known_padding: Any = None
         with torch.no_grad():
             with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
                 self._tokens = torch.zeros((batch, 1), dtype=torch.int64, device=plan.device)
@@ -64,8 +64,8 @@ class Runner:
                 elif chooser is not None and plan.description is not None and not plan.takes_one_operator:
                     places = torch.arange(capacity_of(cache), device=plan.device)[:, None]
                     self._tables = [(cos.clone(), sin.clone()) for cos, sin in plan.rotations(places)]
-            texts = [slice(at, at + rows) for at in range(0, batch, rows)] if rows else [None]
-            bound = [plan.bind(cache, padded, each) for each in texts]
+            texts = [slice(at, at + (rows or batch)) for at in range(0, batch, rows or batch)]
+            bound = [plan.bind(cache, padded, each if rows else None) for each in texts]
             self._kept = [kept for _, kept in bound]
             # A graph knows buffers by their addresses: they go when the cache moves to others.
             run = functools.partial(self._run, [(each, step) for each, (step, _) in zip(texts, bound, strict=True)])
@@ -73,26 +73,22 @@ class Runner:
             if plan.device.type == "cuda":
                 self._replay = captured(run, plan.device, pool, functools.partial(self._warm_up, run, length_of(cache)))
 
-    def _run(self, steps: list[tuple[slice | None, Step]]) -> None:
+    def _run(self, steps: list[tuple[slice, Step]]) -> None:
         rotations = self._rotations
         if self._tables is not None:
             at = self._position if self._starts is None else self._positions[:, 0]
             rotations = [(cos.index_select(0, at), sin.index_select(0, at)) for cos, sin in self._tables]
-        logits = self._logits(steps, rotations)
+        starts = None if self.rows else self._starts
+        parts = []
+        for texts, step in steps:  # without `rows` a single one, which has the one position of all texts
+            its = None if rotations is None else [(cos[texts], sin[texts]) for cos, sin in rotations]
+            parts.append(step(self._tokens[texts], self._position[texts], starts, self._positions[texts], its))
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.chooser is not None:
             self._tokens.copy_(self.chooser(logits)[:, None])
         self._position += 1
         self._positions += 1
         self.logits = logits
-
-    def _logits(self, steps: list[tuple[slice | None, Step]], rotations: list[Rotation] | None) -> Tensor:
-        if not self.rows:
-            return steps[0][1](self._tokens, self._position, self._starts, self._positions, rotations)
-        parts = []
-        for texts, step in steps:
-            its = None if rotations is None else [(cos[texts], sin[texts]) for cos, sin in rotations]
-            parts.append(step(self._tokens[texts], self._position[texts], None, self._positions[texts], its))
-        return torch.cat(parts)
 
     def _warm_up(self, run: Callable[[], object], position: int) -> None:
         """Run some steps whose results do not matter: the next token overwrites the keys and values at ``position``."""
@@ -120,20 +116,20 @@ class Runner:
         """Set the next input: tokens of B elements."""
         _first(self._tokens, len(tokens)).copy_(tokens.view(-1, 1))
 
-    def launch(self, position: int, position_ids: Tensor | None = None, starts: Tensor | None = None) -> None:
+    def launch(self, position: int, position_ids: Tensor | None = None, padding: Any = None) -> None:
         """Run the fed tokens at this position of the cache, without waiting for the device.
 
         Args:
             position: the number of tokens in the cache, less than its capacity.
             position_ids: (1 or B, 1), the positions of the rotary embeddings. None: counted from the starts.
-            starts: int64 (B,), where texts begin in the cache, which is not written to again. None: at 0.
+            padding: before the texts in the cache, the same object as long as it is the same; None: none.
         """
-        if starts is not self._known_starts:
+        if padding is not self._known_padding:
             assert self._starts is not None
             self._starts.zero_()
-            if starts is not None:
-                _first(self._starts, len(starts)).copy_(starts)
-            self._known_starts, self._known, self._known_rotary = starts, None, None
+            if padding is not None:
+                _first(self._starts, len(padding.starts)).copy_(padding.starts)
+            self._known_padding, self._known, self._known_rotary = padding, None, None
         if self._known != position:
             self._position.copy_(self._own(position)) if self.rows else self._position.fill_(position)
         if position_ids is not None:

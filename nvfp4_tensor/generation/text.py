@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.generation.cache_argument import cache_argument
 from nvfp4_tensor.generation.choice import Chooser, Sampling
 from nvfp4_tensor.generation.decoder import MAX_BATCH, Decoder, Padding, padding_of
-from nvfp4_tensor.generation.ended_texts import Narrowed, narrow, narrowed_of
+from nvfp4_tensor.generation.ended_texts import Narrowed, narrow, narrowed_of, padding_of_rows
 from nvfp4_tensor.generation.fixed_cache import FixedCache, append, keeps_all_keys, length_of
 from nvfp4_tensor.generation.layer import Layer
 
@@ -104,8 +105,8 @@ def generate(
     if stop_tokens is None:
         stop_tokens = _end_of_sequence(model)
     stops = [stop_tokens] if isinstance(stop_tokens, int) else list(stop_tokens)
-    writer = _Writer(model, ids, sampling, max_new_tokens, cache, padding)
-    return _texts(writer, torch.tensor(stops, dtype=torch.int64, device="cpu"))
+    open_writer = functools.partial(_Writer, model, ids, sampling, max_new_tokens, cache, padding)
+    return _texts(open_writer, torch.tensor(stops, dtype=torch.int64, device="cpu"))
 
 
 def _padding(mask: Tensor, ids: Tensor, before: int) -> Padding | None:
@@ -128,23 +129,20 @@ def _end_of_sequence(model: PreTrainedModel) -> int | Sequence[int]:
     return () if found is None else found
 
 
-def _texts(writer: _Writer, stops: Tensor) -> Iterator[Tensor]:
+def _texts(open_writer: Callable[[], _Writer], stops: Tensor) -> Iterator[Tensor]:
     """Yield tokens until all texts have ended."""
-    ended: Tensor | None = None
-    last: Tensor | None = None
-    writer.open()
+    writer = open_writer()  # with what others may use until the first token is asked for
+    last = writer.ended.long()
     try:
         for tokens in writer:
             if (tokens < 0).any():
                 rows = (tokens < 0).nonzero().flatten().tolist()
                 raise RuntimeError(f"the logits of rows {rows} have a NaN: the model does not compute numbers")
-            if ended is not None and last is not None:
-                tokens = torch.where(ended, last, tokens)
-            last, ended = tokens, torch.isin(tokens, stops) if ended is None else ended | torch.isin(tokens, stops)
-            writer.ended = ended
+            last = tokens = torch.where(writer.ended, last, tokens)
+            writer.ended = writer.ended | torch.isin(tokens, stops)
             writer.yielded += 1
             yield tokens
-            if ended.all():
+            if writer.ended.all():
                 return
     finally:
         writer.close()
@@ -157,32 +155,26 @@ class _Writer:
         self, model: Any, ids: Tensor, sampling: Sampling, count: int, cache: Any, padding: Padding | None
     ) -> None:
         self.model, self.ids, self.sampling, self.count, self.given = model, ids, sampling, count, cache
-        self.padding = padding
-
-    def open(self) -> None:
-        """Take a decoder, a chooser and a cache, which others may use until then."""
-        model, ids, sampling, count, cache = self.model, self.ids, self.sampling, self.count, self.given
-        self.start = 0 if cache is None else length_of(cache)
-        batch = ids.shape[0]
+        self.padding, self.start = padding, 0 if cache is None else length_of(cache)
+        batch, length = ids.shape[0], ids.shape[1] + count
         self.decoder = _decoder_of(model) if batch <= MAX_BATCH else None
-        length = ids.shape[1] + count
-        self.cache: Any = cache
-        self.yielded = 0
-        self.ended: Tensor | None = None
-        """bool (B,) on the CPU, after the tokens that were yielded."""
         self.lock: Any = contextlib.nullcontext() if self.decoder is None else self.decoder.lock
         with torch.inference_mode(False), self.lock:
             if self.decoder is None:
                 self.chooser = Chooser(sampling, batch, count, ids.device)
-                self.cache = _new_cache(model.config, length) if cache is None else cache
             else:
                 self.chooser = self.decoder.new_chooser(sampling, batch, count)
-                self.cache = self.decoder.new_cache(length) if cache is None else cache
             self.chooser.in_use = True
+            self.cache: Any = cache
+            if cache is None:
+                self.cache = (
+                    _new_cache(model.config, length) if self.decoder is None else self.decoder.new_cache(length)
+                )
         ahead = AHEAD if _runs_ahead(ids) and (cache is None or _can_drop_tokens(cache)) else 0
         with torch.inference_mode(False), torch.device("cpu"):  # whatever the caller's mode and default device are
             self._slots = [torch.empty((batch,), dtype=torch.int64, pin_memory=ids.is_cuda) for _ in range(ahead + 1)]
             self._latest = torch.zeros((batch,), dtype=torch.int64)
+            self.ended, self.yielded = torch.zeros((batch,), dtype=torch.bool), 0
         self._next: Tensor | None = None
         self._last: Any = None
 
@@ -231,7 +223,7 @@ class _Writer:
             return
         if self._next is not None:
             runner.feed(self._next)
-        runner.launch(position, None, None if self.padding is None else self._of_rows(self.padding).starts)
+        runner.launch(position, None, padding_of_rows(self.cache, self.padding))
         append(self.cache)
         self.decoder.count()
         self._last, self._next = runner, None
@@ -241,7 +233,7 @@ class _Writer:
         decoder, runner = self.decoder, None
         if decoder is not None and decoder.plan() is not None and decoder.takes(self.cache):
             self._leave_out_ended_texts(i)
-            padding = None if self.padding is None else self._of_rows(self.padding)
+            padding = padding_of_rows(self.cache, self.padding)
             runner = decoder.runner(self.cache, self.chooser, position, padding)
         if runner is not None and runner is not self._last:
             runner.restart()
@@ -256,7 +248,7 @@ class _Writer:
 
     def _leave_out_ended_texts(self, i: int) -> None:
         """Go on with fewer rows from token i on, once half of them are of texts that have ended."""
-        if self.ended is None or not self.ended.any() or self._last is None:
+        if self._last is None or not self.ended.any():
             return
         before = narrow(self.cache, self.ended.tolist())
         if before is not None:
@@ -272,11 +264,6 @@ class _Writer:
             self.chooser = self.decoder.new_chooser(self.sampling, rows, self.count)
         self.chooser.load(self.sampling, None if narrowed is None else narrowed.order[:rows], i)
         self.chooser.in_use = True
-
-    def _of_rows(self, padding: Padding) -> Padding:
-        narrowed = narrowed_of(self.cache)
-        selected: Padding = padding if narrowed is None else narrowed.select_padding(padding)
-        return selected
 
     def _logits(self, tokens: Tensor, position: int, **options: Any) -> Tensor:
         if self.padding is not None:

@@ -112,6 +112,7 @@ def test_what_it_leaves_to_transformers(way, natively, steps, monkeypatch):
     assert steps == [8, 9, 10]
 
 
+@pytest.mark.parametrize("way", ["step", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_other_calls(way, natively, steps, tmp_path):
     """Embeddings, the stop strings' tokenizer, labels, positional arguments, compilation, and a saved model."""
     model = tiny_model("Llama")
@@ -221,6 +222,7 @@ def test_a_change_is_named_once_and_may_be_undone(natively, steps):
     assert steps == [8, 9, 10]
 
 
+@pytest.mark.parametrize("way", ["step", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_compiled_forward_takes_the_tokens(natively, steps):
     model = natively(tiny_model("Llama", num_hidden_layers=1))
     model.compile(backend="eager")
@@ -266,34 +268,29 @@ def test_peft(config, steps):
         decode_natively(tuned)
 
 
-def _by_model(model, ids, mask):
-    return model.generate(ids, attention_mask=mask, **OPTIONS)[:, ids.shape[1] :]
-
-
-def _by_graph(model, ids, mask):
-    return torch.stack(list(generate(model, ids, attention_mask=mask, max_new_tokens=4, temperature=1.0)), 1)
-
-
-@pytest.mark.parametrize("write, between", [(_by_model, "padding_of"), (_by_graph, "new_chooser")])
-def test_threads_that_write_at_once(write, between, natively, monkeypatch):
+def test_threads_that_write_at_once(natively, monkeypatch):
     """A thread comes in where another has looked at what both share, and not yet used it."""
     model, threads, found = natively(tiny_model("Llama")), [], []
-    mask = torch.ones((2, 8), dtype=torch.int64, device=model.device)
-    masks = [mask.index_fill(1, torch.arange(n, device=model.device), 0) for n in (3, 5)]
-    texts = [prompt(model, 2), prompt(model, 2).flip(0)]
-    alone = [write(model, *each) for each in zip(texts, masks, strict=True)]
-    own = getattr(model.forward, between)
+    texts, places = [prompt(model, 2), prompt(model, 2).flip(0)], torch.arange(8, device=model.device).expand(2, -1)
+    masks = [(places >= start).long() for start in (3, 5)]
+
+    def write(i):
+        how = {"attention_mask": masks[i], "max_new_tokens": 4, "temperature": 1.0}
+        return torch.stack(list(generate(model, texts[i], **how)), 1)
+
+    alone = [write(i) for i in range(2)]
+    own = model.forward.new_chooser
 
     def interrupted(*args):
         result = own(*args)
         if not threads:
-            threads.append(threading.Thread(target=lambda: found.append(write(model, texts[1], masks[1]))))
+            threads.append(threading.Thread(target=lambda: found.append(write(1))))
             threads[0].start()
             threads[0].join(0.5)  # it waits for this one
-        return own(*args) if between == "padding_of" else result
+        return result
 
-    monkeypatch.setattr(model.forward, between, interrupted)
-    first = write(model, texts[0], masks[0])
+    monkeypatch.setattr(model.forward, "new_chooser", interrupted)
+    first = write(0)
     threads[0].join()
     assert torch.equal(first, alone[0]) and torch.equal(found[0], alone[1])
 
