@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from nvfp4_tensor.dispatch.traces import written_by
+from nvfp4_tensor.dispatch.table import written_by
 from nvfp4_tensor.dispatch.writes import count_write_to, writes_of
 from nvfp4_tensor.distributed.agreement import M, check_agreement
 from nvfp4_tensor.distributed.bits import axis_of
