@@ -45,9 +45,7 @@ class Conversion:
     """The linears and experts of one call. Making it checks them all, and warns of what the call leaves out.
 
     Args:
-        model: the model.
         chosen: the modules of the call. With ``step="convert"``, those that were not prepared are left as they are.
-        config: the config of the call.
         experts: names of the experts' weights.
         is_all: whether these are all modules of the call.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +38,6 @@ def is_matched(name: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-@functools.cache
 def _compiled(expression: str) -> re.Pattern[str]:
     try:
         return re.compile(expression)

@@ -17,13 +17,9 @@ def quantize_weighted(
     """Quantize weight (N, K) by a spec with a scale search whose squared errors are weighted (contract, section 2).
 
     Args:
-        weight: (N, K).
-        spec: a spec with a scale search.
         squares: (K,), the sum or mean of squares of each column's inputs, up to a common factor. Columns whose inputs
             were all zero get a millionth of the mean, so that they are still rounded well.
-        amax: the largest magnitude that the per-tensor scale allows, float32 0-d, or (N,) with row_scaled. By default
-            the amax of the weight.
-        rng_state: of stochastic rounding, as in :func:`quantize`.
+        amax: float32 0-d, or (N,) with row_scaled; by default that of the weight.
 
     Raises:
         ValueError: squares that are not finite.

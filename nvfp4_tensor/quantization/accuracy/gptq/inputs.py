@@ -26,9 +26,7 @@ _CHUNK = 4096
 class Watch:
     """Record the inputs of dense weights while the context is active.
 
-    Inputs are copied, because the model may write to them later. Every expert of a transformers module gets all tokens
-    of its layer, whatever the router chooses, so that each has statistics; the outputs that flow on are the router's
-    choice.
+    Inputs are copied, because the model may write to them later. Those of experts are all tokens of their layer.
 
     Attributes:
         routed: int64 (E,), the tokens that the router sent to each expert, by experts' module.
@@ -122,13 +120,10 @@ class Statistics:
         activation: QuantizeSpec | None,
         dense_target_weight: float,
     ) -> None:
-        """Add rows of inputs x (rows, K).
+        """Add rows of inputs x (rows, K), which count with weights (rows,).
 
-        Args:
-            dense: the same rows in the dense model, if they are known.
-            weights: how much each row counts, float32 (rows,); None if all count alike.
-            activation: the spec by which products quantize their input (W4A4), for whose error weights compensate.
-            dense_target_weight: interpolates Z between x (0) and ``dense`` (1).
+        dense: the same rows in the dense model, if they are known; ``dense_target_weight`` interpolates Z to them.
+        activation: the spec by which products quantize their input (W4A4), for whose error weights compensate.
         """
         z = x if dense is None else torch.lerp(x.float(), dense.float(), dense_target_weight)
         if activation is not None:
