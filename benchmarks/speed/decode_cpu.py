@@ -37,15 +37,12 @@ from benchmarks.harness import Report, at_least, record, result_path, save, tabl
 from benchmarks.speed.stock_llama import SHAPES, Clock, stock_llama
 from nvfp4_cli.demo.model import load_model
 from nvfp4_tensor import NVFP4Tensor, NVFP4WeightOnlyConfig, checkpoints
-from nvfp4_tensor.checkpoints.models.saving import ModelCheckpoint
 from nvfp4_tensor.generation import decode_natively
-from nvfp4_tensor.sizes import stored_bytes
 
 MODELS = ("smollm2", "llama-1b", "tiny")
 """The tiny one is for the test of this file."""
 PROMPT = 32
 CONFIG = NVFP4WeightOnlyConfig(four_over_six=True)
-
 
 Contender = Callable[[Tensor, int], float]
 """(prompt (T,), count) to the seconds from the first token written to the last."""
@@ -133,18 +130,6 @@ def contenders(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
     yield "llama.cpp, NVFP4, head", folder / "nvfp4_head.gguf"
 
 
-def bytes_read(thing: nn.Module | Path) -> int:
-    """What a token reads: all weights, but of an embedding that is no output layer one row."""
-    if isinstance(thing, Path):
-        from nvfp4_tensor.checkpoints.formats.gguf.format import FORMAT
-
-        sizes = {name: int(tensor.n_bytes) for name, tensor in FORMAT.read(thing)._tensors.items()}
-        return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
-    sizes = {name: stored_bytes(t) for name, t in ModelCheckpoint(thing)._tensors.items()}
-    tied = thing.lm_head.weight is thing.model.embed_tokens.weight
-    return sum(sizes.values()) - (0 if tied else sizes["model.embed_tokens.weight"])
-
-
 # --- the race --------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +149,6 @@ def run_model(report: Report, name: str, threads: int, arguments: argparse.Names
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         things = dict(contenders(name, Path(folder)))
         gc.collect()
-        sizes = {each: bytes_read(thing) for each, thing in things.items()}
         runs: dict[str, Contender] = {
             each: Llama(thing, threads, length) if isinstance(thing, Path) else generate_with(thing)
             for each, thing in things.items()
@@ -177,7 +161,7 @@ def run_model(report: Report, name: str, threads: int, arguments: argparse.Names
             for run in runs.values():
                 if isinstance(run, Llama):
                     run.close()
-    rows = [_row(each, taken[each], taken[same_head(each)], sizes[each]) for each in things]
+    rows = [_row(each, taken[each], taken[same_head(each)]) for each in things]
     report(
         f"\n{name}: {PROMPT} tokens read, {arguments.tokens} written, batch 1, threads: {threads}, median of "
         f"{arguments.rounds}; load before: {load:.1f}"
@@ -194,12 +178,11 @@ def same_head(name: str) -> str:
 HEAD = ("", "tokens/s", "quartiles", "x llama.cpp")
 
 
-def _row(name: str, rates: list[float], base: list[float], nbytes: int) -> dict[str, Any]:
+def _row(name: str, rates: list[float], base: list[float]) -> dict[str, Any]:
     rate = statistics.median(rates)
     low, _, high = statistics.quantiles(rates, n=4, method="inclusive") if len(rates) > 1 else rates * 3
     ratio = rate / statistics.median(base)
-    return {"name": name, "tokens_per_second": rate, "low": low, "high": high, "of_llama": ratio, "rates": rates,
-            "bytes": nbytes}  # fmt: skip
+    return {"name": name, "tokens_per_second": rate, "low": low, "high": high, "of_llama": ratio, "rates": rates}
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -115,6 +115,3 @@ def test_the_race_with_llama_cpp(monkeypatch, tmp_path):
     (run,) = json.loads((tmp_path / "cpu/decode_cpu_tiny.json").read_text())["runs"]
     rows = {row["name"]: row for row in run["rows"]}
     assert rows["llama.cpp, NVFP4"]["of_llama"] == 1 and all(len(row["rates"]) == 2 for row in rows.values())
-    for head in ("", ", head"):  # but for the padding of our scales and llama.cpp's float32 norms
-        ours, theirs = (rows[f"{who}, NVFP4{head}"]["bytes"] for who in ("ours", "llama.cpp"))
-        assert ours == pytest.approx(theirs, rel=0.02)
