@@ -165,14 +165,6 @@ def test_fake_quantize_takes_the_rotation_back_and_passes_gradients_through():
         reference.quantize(x.detach(), x.detach().abs().max(), None, EDEN)
 
 
-def test_streams_draw_apart_and_share_the_rotation():
-    x = sample((64, 256), torch.float32)
-    amax = eden.amax(x, STATE)
-    (codes0, bits0, _), (codes1, bits1, _) = (parts(x, amax, EDEN, STATE, 0, 0, 0, stream) for stream in (0, 2))
-    assert torch.equal(codes0, codes1)
-    assert (bits0 != bits1).float().mean() > 0.1
-
-
 # --- how unbiased ----------------------------------------------------------------------------------------------------
 
 DRAWS = 2048
