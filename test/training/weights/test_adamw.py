@@ -4,7 +4,6 @@ import contextlib
 import copy
 import gc
 import math
-import pickle
 import random
 import weakref
 
@@ -47,65 +46,50 @@ def bits(net):
 KINDS = ["codes", torch.bfloat16, torch.float32]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_coded_moments_train_as_float32_ones_do(kind):
-    options = {"lr": 2e-3, "weight_decay": 0.0}
-    net, right = make(kind), make("codes" if kind == "codes" else torch.float32)
+def test_coded_moments_train_as_float32_ones_do():
+    net, right, options = make(torch.bfloat16), make(torch.float32), {"lr": 2e-3, "weight_decay": 0.0}
     optimizer = NVFP4AdamW(net.parameters(), **options)
     losses = train(net, optimizer, 200)
-    float32 = NVFP4Optimizer if kind == "codes" else torch.optim.AdamW
-    expected = sum(train(right, float32(right.parameters(), **options), 200)[-20:]) / 20
-    assert expected < (0.35 if kind == "codes" else 0.1) * losses[0]
-    assert sum(losses[-20:]) / 20 < 1.25 * expected + (0.0 if kind == "codes" else 0.01 * losses[0])
+    expected = sum(train(right, torch.optim.AdamW(right.parameters(), **options), 200)[-20:]) / 20
+    assert expected < 0.1 * losses[0] and sum(losses[-20:]) / 20 < 1.25 * expected + 0.01 * losses[0]
     weight, bias = optimizer.state[net[0].weight], optimizer.state[net[0].bias]
     assert sum(weight[name].nbytes for name in adamw.CODES) == 1.125 * 64 * 48 and bias.keys() == {"step", *adamw.DENSE}
 
 
-COPIES = {
-    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)), "deepcopy": copy.deepcopy,
-    "torch.save": lambda pair: saved(pair, weights_only=False),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("in_backward", [False, True], ids=["after", "inside"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "in_backward"), [("codes", False), (torch.bfloat16, True)])
 def test_what_is_copied_or_resumed_has_the_bits_of_an_uninterrupted_run(kind, in_backward):
-    """After one step and after some: the norm of the last step, by which the next one clips, is part of the state."""
+    """The norm of the last step, by which the next one clips, is part of the state."""
 
     def started(optimizer):
         if in_backward:
             optimizer.step_in_backward(clip_norm=0.05)
         return optimizer
 
-    for steps in (1, 4):
-        net, again = make(kind), make(kind)
-        optimizer, resumed = (started(NVFP4AdamW(each.parameters(), lr=1e-3, seed=3)) for each in (net, again))
-        train(net, optimizer, steps)
-        with pytest.warns(match="call its step_in_backward") if in_backward else contextlib.nullcontext():
-            runs = {name: copied((net, optimizer)) for name, copied in COPIES.items()}
-        for _, copied in runs.values():
-            started(copied)
-        state = saved({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
-        again.load_state_dict(state["model"])
-        resumed.load_state_dict(state["optimizer"])
-        train(net, optimizer, 3)
-        for name, run in {**runs, "state": (again, resumed)}.items():
-            train(*run, 3)
-            assert torch.equal(bits(run[0]), bits(net)), (name, steps)
+    net, again = make(kind), make(kind)
+    optimizer, resumed = (started(NVFP4AdamW(each.parameters(), lr=1e-3, seed=3)) for each in (net, again))
+    train(net, optimizer, 3)
+    with pytest.warns(match="call its step_in_backward") if in_backward else contextlib.nullcontext():
+        runs = [copy.deepcopy((net, optimizer)), saved((net, optimizer), weights_only=False)]
+    for _, copied in runs:
+        started(copied)
+    state = saved({"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+    again.load_state_dict(state["model"])
+    resumed.load_state_dict(state["optimizer"])
+    train(net, optimizer, 3)
+    for which, run in enumerate([*runs, (again, resumed)]):
+        train(*run, 3)
+        assert torch.equal(bits(run[0]), bits(net)), which
 
 
-@pytest.mark.parametrize("kind", ["codes", torch.float32], ids=["codes", "dense"])
-def test_accelerate_saves_and_resumes(kind, tmp_path):
+def test_accelerate_saves_and_resumes(tmp_path):
     """By default its model is a safetensors file, which has no NVFP4 weights: the error names the option."""
     accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
-    model = make(kind)
+    accelerator, model = accelerate.Accelerator(cpu=True), make("codes")
     model, optimizer = accelerator.prepare(model, NVFP4AdamW(model.parameters(), lr=1e-2))
     train(model, optimizer, 2)
-    if kind == "codes":
-        with pytest.raises(TypeError, match=r"accelerator\.save_state\(folder, safe_serialization=False\)"):
-            accelerator.save_state(tmp_path / "safe")
-    accelerator.save_state(tmp_path / "state", safe_serialization=kind != "codes")
+    with pytest.raises(TypeError, match=r"accelerator\.save_state\(folder, safe_serialization=False\)"):
+        accelerator.save_state(tmp_path / "safe")
+    accelerator.save_state(tmp_path / "state", safe_serialization=False)
     train(model, optimizer, 2)
     right = bits(model)
     accelerator.load_state(tmp_path / "state")
@@ -113,7 +97,7 @@ def test_accelerate_saves_and_resumes(kind, tmp_path):
     assert torch.equal(bits(model), right)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "tied"])
+@pytest.mark.parametrize("kind", ["codes", "tied"])
 def test_a_step_in_the_backward_is_a_step_after_it(kind):
     nets = make(kind), make(kind)
     after, inside = (NVFP4AdamW(net.parameters(), lr=1e-3) for net in nets)
@@ -330,7 +314,7 @@ def options(rng):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_steps_of_any_parameters(seed):
     """Random groups, gradients and reloads: each step has the bits of the plain operator on the same state."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
@@ -411,20 +395,12 @@ def load(net, new):
     net.load_state_dict(dense.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("change", "copied"), [(write, "not"), (set_data, "deep"), (swap, "file"), (load, "not"), (load, "file")]
-)
-def test_a_weight_that_was_replaced_may_grow_as_well(change, copied):
-    """The first step after a write makes room, also in copies of weight and optimizer; copying alone does not."""
+@pytest.mark.parametrize("change", [write, set_data, swap, load])
+def test_a_weight_that_was_replaced_may_grow_as_well(change):
+    """The first step after a write makes room."""
     net, new = small(), torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) / 8
     optimizer = NVFP4AdamW(net.parameters(), lr=new.abs().max().item() / 4, weight_decay=0.0)
     grow(net, optimizer)
-    if copied != "not":
-        grown = net.weight.per_tensor_scale.clone()
-        net, optimizer = copy.deepcopy((net, optimizer)) if copied == "deep" else through_a_file(net, optimizer, (0, 1))
-        net.weight.grad = torch.zeros(32, 32)
-        optimizer.step()
-        assert torch.equal(net.weight.per_tensor_scale, grown)
     change(net, new)
     grow(net, optimizer)
     assert 6 * new.abs().max() < net.weight.dequantize().abs().max() < 16 * new.abs().max()
@@ -440,12 +416,11 @@ def through_a_file(net, optimizer, order):
 
 
 @pytest.mark.parametrize("make", [NVFP4AdamW, NVFP4Optimizer])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_state_that_torch_sets_after_the_weights_resumes_bit_for_bit(make, seed):
+def test_a_state_that_torch_sets_after_the_weights_resumes_bit_for_bit(make):
     """torch makes the states of a new optimizer by a step of zeros at a learning rate of 0."""
     runs = []
     for resumes in (False, True):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         net = small()
         optimizer = make(net.parameters(), lr=0.02)
         for step in range(8):
@@ -461,7 +436,7 @@ def test_a_state_that_torch_sets_after_the_weights_resumes_bit_for_bit(make, see
     assert torch.equal(*runs)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_copies_between_writes_and_steps_change_no_bit(seed):
     """A run that is copied, saved and loaded at random beside one that is not, with the same writes and steps."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
