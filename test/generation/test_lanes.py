@@ -15,7 +15,7 @@ CUDA = Path(__file__).parents[2] / "nvfp4_tensor/csrc/cuda"
 LANES = Path(__file__).parent / "lanes"
 HEADERS = {
     "attention/pairs.cuh": ("using Bf16", "// Two packed elements"),
-    "attention/coded_tile.cuh": ("// A warp's copies from memory", "// A lane's part of a tile."),
+    "attention/coded_tile.cuh": ("// A warp's copies from memory", "// Of a token's codes and scales"),
     "attention/warp.cuh": (),
     "generation/layers_sm90/attention.cuh": (),
     "generation/layers_sm90/coded_attention.cuh": (),

@@ -83,6 +83,29 @@ struct CodedCopy {
   }
 };
 
+// Of a token's codes and scales, what a lane has: kPieces of kBytes, element(i) the first of a piece. Unless they are
+// dealt out in turn, they lie side by side, and so do their scales.
+template <int kDim, int kPieces, int kBytes, int kScales, int kWords, typename Element>
+__device__ __forceinline__ void load_token(const uint8_t* codes, const uint8_t* scales, Element element,
+                                           uint32_t (&code)[kWords], uint32_t& scale) {
+  uint32_t bytes[1];
+  if constexpr (!LaneElements<kDim>::kInTurn) {
+    load_bytes<kPieces * kBytes>(codes + element(0) / 2, code);
+    load_bytes<kScales>(scales + element(0) / kBlock, bytes);
+    scale = bytes[0];
+  } else {
+    scale = 0;
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) code[j] = 0;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      load_bytes<kBytes>(codes + element(i) / 2, bytes);
+      code[i * kBytes / 4] |= bytes[0] << (8 * (i * kBytes % 4));
+      scale |= static_cast<uint32_t>(scales[element(i) / kBlock]) << (8 * i);
+    }
+  }
+}
+
 // A lane's part of a tile. Of K tokens g and g + 8, of V 2t, 2t + 1, 2t + 8 and 2t + 9 (lane = 4g + t).
 template <int kDim>
 struct CodedKeys {
@@ -98,26 +121,13 @@ struct CodedKeys {
   __device__ __forceinline__ float factor(int i) const { return factor_of(factor_byte[i]); }
 
   // Of a tile that begins there.
-  __device__ __forceinline__ void load(const uint8_t* tile_codes, const uint8_t* tile_scales, const uint8_t* factors,
-                                       int lane) {
-    const int g = lane / 4, t = lane % 4;
+  __device__ __forceinline__ void load(const uint8_t* codes, const uint8_t* scales, const uint8_t* factors, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int token = g + 8 * i;
-      const uint8_t *const codes = tile_codes + token * (kDim / 2), *const scales = tile_scales + token * (kDim / 16);
-      if constexpr (Lane::kInTurn) {
-        scale[i] = 0;
-#pragma unroll
-        for (int j = 0; j < kWords; ++j) {
-          code[i][j] = *reinterpret_cast<const uint32_t*>(codes + Lane::key(t, j) / 2);
-          scale[i] |= static_cast<uint32_t>(scales[Lane::key(t, j) / 16]) << (8 * j);
-        }
-      } else {
-        uint32_t bytes[1];
-        load_bytes<4 * kWords>(codes + t * (kDim / 8), code[i]);
-        load_bytes<kScales>(scales + t * kScales, bytes);
-        scale[i] = bytes[0];
-      }
+      const int token = lane / 4 + 8 * i;
+      load_token<kDim, kWords, 4, kScales>(
+          codes + token * (kDim / 2), scales + token * (kDim / kBlock),
+          [&](int word) { return Lane::key(lane % 4, word); }, code[i], scale[i]);
       factor_byte[i] = factors[token];
     }
   }
@@ -136,47 +146,28 @@ struct CodedValues {
     load(stage.codes[1], stage.scales[1], stage.factors[1], lane);
   }
   __device__ __forceinline__ float factor(int i) const { return factor_of(factor_byte[i]); }
+  __device__ __forceinline__ static int token(int i, int lane) { return 2 * (lane % 4) + i % 2 + i / 2 * 8; }
 
   // Of a tile that begins there.
-  __device__ __forceinline__ void load(const uint8_t* tile_codes, const uint8_t* tile_scales, const uint8_t* factors,
-                                       int lane) {
-    const int g = lane / 4, t = lane % 4;
+  __device__ __forceinline__ void load(const uint8_t* codes, const uint8_t* scales, const uint8_t* factors, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int token = 2 * t + i % 2 + i / 2 * 8;
-      const uint8_t *const codes = tile_codes + token * (kDim / 2), *const scales = tile_scales + token * (kDim / 16);
-      if constexpr (Lane::kInTurn) {
-        scale[i] = 0;
-#pragma unroll
-        for (int j = 0; j < kWords; ++j) code[i][j] = 0;
-#pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
-          const uint32_t four = *reinterpret_cast<const uint16_t*>(codes + Lane::value(g, half) / 2);
-          code[i][half / 2] |= four << (16 * (half % 2));
-          scale[i] |= static_cast<uint32_t>(scales[Lane::value(g, half) / 16]) << (8 * half);
-        }
-      } else {
-        uint32_t bytes[1];
-        load_bytes<4 * kWords>(codes + g * (kDim / 16), code[i]);
-        load_bytes<kScales>(scales + (kDim == 64 ? g / 2 : g * kScales), bytes);
-        scale[i] = bytes[0];
-      }
+      load_token<kDim, kHalves, 2, kScales>(
+          codes + token(i, lane) * (kDim / 2), scales + token(i, lane) * (kDim / kBlock),
+          [&](int half) { return Lane::value(lane / 4, half); }, code[i], scale[i]);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) factor_byte[i] = factors[g + 8 * i];
+    for (int i = 0; i < 2; ++i) factor_byte[i] = factors[lane / 4 + 8 * i];
   }
   // What lies outside of [begin, end) of the tile may hold NaN.
   __device__ __forceinline__ void clear_outside(int begin, int end, int lane) {
-    const int g = lane / 4, t = lane % 4;
+    const auto clear = [&](int token, uint32_t& its) {
+      if (token < begin || token >= end) its = 0;
+    };
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = 2 * t + i % 2 + i / 2 * 8;
-      if (token < begin || token >= end) scale[i] = 0;
-    }
+    for (int i = 0; i < 4; ++i) clear(token(i, lane), scale[i]);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (g + 8 * i < begin || g + 8 * i >= end) factor_byte[i] = 0;
-    }
+    for (int i = 0; i < 2; ++i) clear(lane / 4 + 8 * i, factor_byte[i]);
   }
 };
 

@@ -58,10 +58,20 @@ __device__ __forceinline__ float log2_capped(float score, float softcap) {
   return tanhf(score / softcap) * (softcap * kLog2E);
 }
 
-// Dense keys of tokens g and g + 8 by queries, columns 2t and 2t + 1: keys.key(which, d) and query(n, d) have 8
-// elements from d on. kChains: of sums, which registers allow or not.
-template <typename T, int kDim, int kChains, int kTiles, typename Reader, typename Query>
-__device__ __forceinline__ void score_dense(const Reader& keys, Query query, int lane, float (&s)[kTiles][4]) {
+// 2^(score - most), 0 for -inf also where nothing has been seen yet.
+__device__ __forceinline__ float weight_of(float score, float most) {
+  return score == -INFINITY ? 0.0f : exp2f(score - most);
+}
+
+// A's registers of two products of the same B.
+struct Fragments {
+  uint32_t first[4], second[4];
+};
+
+// Products of tokens g and g + 8 by columns 2t and 2t + 1, in kPieces of the depth: keys(j) and query(n, j) are piece
+// j's. kChains: of sums, which registers allow or not.
+template <typename T, int kPieces, int kChains, int kTiles, typename Keys, typename Query>
+__device__ __forceinline__ void multiply_keys(Keys keys, Query query, float (&s)[kTiles][4]) {
   float odd[kTiles][4] = {};
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -69,15 +79,13 @@ __device__ __forceinline__ void score_dense(const Reader& keys, Query query, int
     for (int i = 0; i < 4; ++i) s[n][i] = 0;
   }
 #pragma unroll
-  for (int chunk = 0; chunk < kDim / 32; ++chunk) {
-    const int d = chunk * 32 + lane % 4 * 8;
-    const uint4 a = keys.key(0, d), b = keys.key(1, d);
-    const uint32_t first[4] = {a.x, b.x, a.y, b.y}, second[4] = {a.z, b.z, a.w, b.w};
+  for (int j = 0; j < kPieces; ++j) {
+    const Fragments a = keys(j);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      const uint4 q = query(n, d);
-      mma(s[n], first, q.x, q.y, T{});
-      mma(kChains == 2 ? odd[n] : s[n], second, q.z, q.w, T{});
+      const uint4 q = query(n, j);
+      mma(s[n], a.first, q.x, q.y, T{});
+      mma(kChains == 2 ? odd[n] : s[n], a.second, q.z, q.w, T{});
     }
   }
 #pragma unroll
@@ -85,6 +93,18 @@ __device__ __forceinline__ void score_dense(const Reader& keys, Query query, int
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
   }
+}
+
+// Dense keys by queries: keys.key(which, d) and query(n, d) have 8 elements from d on.
+template <typename T, int kDim, int kChains, int kTiles, typename Reader, typename Query>
+__device__ __forceinline__ void score_dense(const Reader& keys, Query query, int lane, float (&s)[kTiles][4]) {
+  const auto element = [&](int chunk) { return chunk * 32 + lane % 4 * 8; };
+  multiply_keys<T, kDim / 32, kChains>(
+      [&](int chunk) {
+        const uint4 a = keys.key(0, element(chunk)), b = keys.key(1, element(chunk));
+        return Fragments{{a.x, b.x, a.y, b.y}, {a.z, b.z, a.w, b.w}};
+      },
+      [&](int n, int chunk) { return query(n, element(chunk)); }, s);
 }
 
 // What a warp has of its tiles. kSplit: the 8 columns of an mma are four queries, each a rounded part and four columns
@@ -163,33 +183,42 @@ struct WarpSums {
     }
   }
 
-  // Dense values of tokens 2t, 2t + 1, 2t + 8 and 2t + 9 times weights: values.value<fours>(i, d) are 4 or 8 elements
-  // of the i-th from d on.
+  // Values of half a word's elements, of tokens 2t, 2t + 1, 2t + 8 and 2t + 9, times weights.
+  template <typename T>
+  __device__ __forceinline__ void add_half(int half, const Fragments& a, const Weights& weights) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < kTimes; ++i) {
+        mma(sum[n][2 * half], a.first, weights[n][i][0], weights[n][i][1], T{});
+        mma(sum[n][2 * half + 1], a.second, weights[n][i][0], weights[n][i][1], T{});
+      }
+    }
+  }
+
+  // Of dense tokens: values.value<fours>(i, d) are 4 or 8 elements of the i-th of them from d on.
   template <typename T, typename Reader>
   __device__ __forceinline__ void add_dense(const Reader& values, const float (&s)[kTiles][4], int lane) {
     const float ones[2] = {1.0f, 1.0f};
     Weights weights;
     split_weights<T>(s, ones, lane, weights);
-    const auto add = [&](int part, uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3) {  // two elements of the tokens
-      const uint32_t a[4] = {__byte_perm(w0, w1, 0x5410), __byte_perm(w0, w1, 0x7632), __byte_perm(w2, w3, 0x5410),
-                             __byte_perm(w2, w3, 0x7632)};
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < kTimes; ++i) mma(sum[n][part], a, weights[n][i][0], weights[n][i][1], T{});
-      }
-    };
     constexpr int kAtOnce = Lane::kValueHalves % 2 ? 1 : 2;  // fours that lie side by side
 #pragma unroll
     for (int half = 0; half < Lane::kValueHalves; half += kAtOnce) {
       uint4 v[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) v[i] = values.template value<kAtOnce>(i, Lane::value(lane / 4, half));
-      add(2 * half, v[0].x, v[1].x, v[2].x, v[3].x);
-      add(2 * half + 1, v[0].y, v[1].y, v[2].y, v[3].y);
-      if constexpr (kAtOnce == 2) {
-        add(2 * half + 2, v[0].z, v[1].z, v[2].z, v[3].z);
-        add(2 * half + 3, v[0].w, v[1].w, v[2].w, v[3].w);
+#pragma unroll
+      for (int four = 0; four < kAtOnce; ++four) {
+        Fragments a;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const auto word = [&](int token, int which) { return (&v[token].x)[2 * four + which]; };
+          const uint32_t pair = i % 2 ? 0x7632 : 0x5410;  // of tokens
+          a.first[i] = __byte_perm(word(i / 2 * 2, 0), word(i / 2 * 2 + 1, 0), pair);
+          a.second[i] = __byte_perm(word(i / 2 * 2, 1), word(i / 2 * 2 + 1, 1), pair);
+        }
+        add_half<T>(half + four, a, weights);
       }
     }
   }
@@ -261,31 +290,15 @@ struct CodesWarp : WarpSums<LaneElements<kDim>, kTiles, true> {
       scale_factors<Bf16>(keys.scale[0] | keys.scale[1] << 16, out);
       factor[0][0] = out[0], factor[0][1] = out[1], factor[1][0] = out[2], factor[1][1] = out[3];
     }
-    float odd[kTiles][4];  // two chains of sums
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] = odd[n][i] = 0;
-    }
-#pragma unroll
-    for (int j = 0; j < kKeyWords; ++j) {
-      uint32_t a[4], b[4];
-      constexpr int kOfScale = Lane::kInTurn ? 1 : 2;  // words
-      decode_word<Bf16>(keys.code[0][j], factor[0][j / kOfScale], a);
-      decode_word<Bf16>(keys.code[1][j], factor[1][j / kOfScale], b);
-      const uint32_t first[4] = {a[0], b[0], a[1], b[1]}, second[4] = {a[2], b[2], a[3], b[3]};
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const uint4 its = query(n, j);
-        mma(s[n], first, its.x, its.y, Bf16{});
-        mma(odd[n], second, its.z, its.w, Bf16{});
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
-    }
+    multiply_keys<Bf16, kKeyWords, 2>(
+        [&](int j) {
+          uint32_t a[4], b[4];
+          constexpr int kOfScale = Lane::kInTurn ? 1 : 2;  // words
+          decode_word<Bf16>(keys.code[0][j], factor[0][j / kOfScale], a);
+          decode_word<Bf16>(keys.code[1][j], factor[1][j / kOfScale], b);
+          return Fragments{{a[0], b[0], a[1], b[1]}, {a[2], b[2], a[3], b[3]}};
+        },
+        query, s);
   }
 
   // The two parts of a query together (of dense tokens it has one), times unit and a factor of tokens g and g + 8, in
@@ -352,12 +365,7 @@ struct CodesWarp : WarpSums<LaneElements<kDim>, kTiles, true> {
       uint32_t a[4], b[4];
       decode_word<Bf16>(__byte_perm(values.code[0][word], values.code[1][word], which), factor[half / kOfScale][0], a);
       decode_word<Bf16>(__byte_perm(values.code[2][word], values.code[3][word], which), factor[half / kOfScale][1], b);
-      const uint32_t first[4] = {a[0], a[1], b[0], b[1]}, second[4] = {a[2], a[3], b[2], b[3]};
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        mma(this->sum[n][2 * half], first, weights[n][0][0], weights[n][0][1], Bf16{});
-        mma(this->sum[n][2 * half + 1], second, weights[n][0][0], weights[n][0][1], Bf16{});
-      }
+      this->template add_half<Bf16>(half, {{a[0], a[1], b[0], b[1]}, {a[2], a[3], b[2], b[3]}}, weights);
     }
   }
 };

@@ -62,11 +62,6 @@ __host__ __device__ inline attention::Partials partials_of(const Attend& p) {
   return {p.partial, kHeads, kDim, p.passes, p.splits};
 }
 
-// 2^(score - most), 0 for -inf also where nothing has been seen yet.
-__device__ __forceinline__ float weight_of(float score, float most) {
-  return score == -INFINITY ? 0.0f : exp2f(score - most);
-}
-
 // Weights of a block's partial results, 16 lanes for a head: its warps' and, in a row's first block, the new token's
 // and the sink's. fmaxf drops NaN; a score that is NaN makes its sums NaN by itself.
 template <typename T, int kDim>
@@ -79,7 +74,7 @@ __device__ __forceinline__ void weigh_parts(const Attend& p, bool first_block, b
   if (is_sink && first_head + head < p.heads)
     score = load_wide<T>(p.sinks, p.wide_sinks, first_head + head) * attention::kLog2E;
   const float most = most_of_lanes<kParts>(score);
-  float weight = weight_of(score, most);
+  float weight = attention::weight_of(score, most);
   if (is_token && !inside) weight = NAN;  // a token without a slot has no result
   const float total = sum_of_lanes<kParts>(part < kWarps ? weight * shared.total[head][part] : weight);
   shared.weight[head][part] = weight;
@@ -302,7 +297,7 @@ __global__ void __launch_bounds__(attend_warps(kDim) * 32) attend_kernel(const _
     for (int block = 0; block < gridDim.x; ++block) most = fmaxf(most, shared.inbox_most[block][head]);
 #pragma unroll 2
     for (int block = 0; block < gridDim.x; ++block) {
-      const float weight = weight_of(shared.inbox_most[block][head], most);
+      const float weight = attention::weight_of(shared.inbox_most[block][head], most);
       total = __fmaf_rn(weight, shared.inbox_total[block][head], total);
       sum = __fmaf_rn(weight, shared.inbox[block * part_size + i], sum);
     }
