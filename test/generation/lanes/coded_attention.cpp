@@ -97,12 +97,11 @@ struct Case {
     for (const bool merges : {false, true}) {
       for (int block = 0; block < z.kv_heads * z.splits; ++block) {
         const int head = block / z.splits, split = block % z.splits;
-        const CodedStretch part(s, split, static_cast<int>(position));
+        const CodedStretch part(s, split);
         if (split >= part.active || (merges && part.active == 1)) continue;
         run_block(block, [&] {
           if (merges) return merge_stretches<kDim>(s, head, split, part.active, kTag, threadIdx.x);
-          attend_share<kDim>(s, layer, part, head, split, position % z.ring, kTag, 1024, threadIdx.x / 32,
-                             threadIdx.x % 32);
+          attend_stretch<kDim>(s, layer, part, head, split, kTag, 1024, threadIdx.x / 32, threadIdx.x % 32);
         });
       }
     }

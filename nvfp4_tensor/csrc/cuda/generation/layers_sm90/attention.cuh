@@ -6,6 +6,7 @@
 // head have, by all of them, a part of the outputs each.
 #pragma once
 
+#include "cuda/attention/warp.cuh"
 #include "cuda/generation/layers_sm90/shared.cuh"
 
 namespace nvfp4 {
@@ -197,10 +198,11 @@ struct Attention {
 
 // The part of one block: stretch [first, end) of the cached positions, and the new one where it is its.
 struct Stretch {
-  int first, end, active;  // active: stretches of the context
+  static constexpr bool kKeepsLane = false;
+  int position, first, end, active;  // position: of the new token; active: stretches of the context
   bool has_new;
 
-  __device__ Stretch(const Step& s, int split, int position) {
+  __device__ Stretch(const Step& s, int split) : position(min(static_cast<int>(*s.position), s.length - 1)) {
     const int count = position + 1;
     const int size = max((count + s.splits - 1) / s.splits, kFewestPositions);
     active = (count + size - 1) / size;
@@ -209,11 +211,6 @@ struct Stretch {
     has_new = split == active - 1;
   }
 };
-
-// 0 where a warp had nothing: exp2f(-inf - -inf) is not.
-__device__ __forceinline__ float weight_of(float its, float most) {
-  return its == -INFINITY ? 0.0f : exp2f(its - most);
-}
 
 // The new key, or value, to the cache and to shared memory.
 template <int kDim>
@@ -292,7 +289,7 @@ __device__ __forceinline__ void merge_warps(const Step& s, const Scratch<kDim>& 
     for (int w = 0; w < warps; ++w) most = fmaxf(most, load_shared_float(scratch.maximum(w, h)));
 #pragma unroll 4
     for (int w = 0; w < warps; ++w) {
-      const float its = weight_of(load_shared_float(scratch.maximum(w, h)), most);
+      const float its = attention::weight_of(load_shared_float(scratch.maximum(w, h)), most);
       total += its * load_shared_float(scratch.maximum(w, h) + 4);
       sum += its * load_shared_float(scratch.part(w, h) + d * 4);
     }
@@ -312,7 +309,7 @@ __device__ __forceinline__ void merge_warps(const Step& s, const Scratch<kDim>& 
 
 template <int kDim>
 __device__ void attend_stretch(const Step& s, const Layer& layer, const Stretch& part, int head, int split,
-                               int position, uint32_t tag, uint32_t scratch_at, int warp, int lane) {
+                               uint32_t tag, uint32_t scratch_at, int warp, int lane) {
   const int group = s.heads / s.kv_heads;
   const Scratch<kDim> scratch(scratch_at);
   const int64_t cache_row = (static_cast<int64_t>(head) * s.length) * kDim;
@@ -330,8 +327,8 @@ __device__ void attend_stretch(const Step& s, const Layer& layer, const Stretch&
   const int with_context = min((part.end - part.first + kPositions - 1) / kPositions, kWarps);
   const int new_warp = min(with_context, kWarps - 1), with_any = part.has_new ? new_warp + 1 : with_context;
   if (begin < part.end) load(begin);  // before q is there
-  prepare_heads(s, layer, scratch, head, part.has_new, cache_row + static_cast<int64_t>(position) * kDim, tag, warp,
-                lane);
+  prepare_heads(s, layer, scratch, head, part.has_new, cache_row + static_cast<int64_t>(part.position) * kDim, tag,
+                warp, lane);
   multiplying_barrier();
 #pragma unroll 1
   for (int pass = 0; pass < group; pass += kHeadsAtOnce) {
@@ -373,7 +370,7 @@ __device__ void merge_stretches(const Step& s, int head, int split, int active, 
     }
     float all = most;
     for (int step = width / 2; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(0xFFFFFFFFu, all, step));
-    const float its = weight_of(most, all);
+    const float its = attention::weight_of(most, all);
     total *= its, sum *= its;
     for (int step = width / 2; step > 0; step /= 2) {
       total += __shfl_xor_sync(0xFFFFFFFFu, total, step);
@@ -386,15 +383,15 @@ __device__ void merge_stretches(const Step& s, int head, int split, int active, 
   }
 }
 
+// The block's first keys and values of the next layer, to the L2 cache.
 template <int kDim>
-__device__ void attend(const Step& s, const Layer& layer, uint32_t tag, uint32_t scratch, int warp, int lane) {
-  const int head = blockIdx.x / s.splits, split = blockIdx.x % s.splits;
-  const int position = min(static_cast<int>(*s.position), s.length - 1);
-  const Stretch part(s, split, position);
-  if (head >= s.kv_heads || split >= part.active) return;
-  multiplying_barrier();  // x of the product before has been used
-  attend_stretch<kDim>(s, layer, part, head, split, position, tag, scratch, warp, lane);
-  if (part.active > 1) merge_stretches<kDim>(s, head, split, part.active, tag, threadIdx.x);
+__device__ __forceinline__ void prefetch_stretch(const Step& s, const Layer& next, const Stretch& part, int head) {
+  constexpr int kMostPositions = 128;
+  const int positions = min(part.end - part.first, kMostPositions);
+  if (positions <= 0) return;
+  const int64_t first = (static_cast<int64_t>(head) * s.length + part.first) * kDim;
+  bulk_prefetch(next.keys + first, positions * kDim * 2);
+  bulk_prefetch(next.values + first, positions * kDim * 2);
 }
 
 #endif

@@ -6,7 +6,6 @@
 // The first block of a head has its dense tokens, and codes only if the others' shares take longer than these.
 #pragma once
 
-#include "cuda/attention/warp.cuh"
 #include "cuda/generation/layers_sm90/attention.cuh"
 
 namespace nvfp4 {
@@ -27,10 +26,11 @@ constexpr int coded_attention_bytes(int dim) {
 
 // The tiles of codes [begin, end) of one block, of a context with `count` tokens in codes.
 struct CodedStretch {
-  int begin, end, count, active;
+  static constexpr bool kKeepsLane = true;
+  int position, begin, end, count, active;  // position: of the new token
   bool has_dense;
 
-  __device__ CodedStretch(const Step& s, int split, int position) : has_dense(split == 0) {
+  __device__ CodedStretch(const Step& s, int split) : position(static_cast<int>(*s.position)), has_dense(split == 0) {
     count = min(max(position - (s.length - 1), 0), s.capacity);
     const int tiles = (count + kCodeTile - 1) / kCodeTile, others = s.splits - 1;
     const int dense = (s.front + s.length) / kDenseOfTile;
@@ -186,13 +186,11 @@ __device__ __forceinline__ void attend_dense(const Step& s, const Layer& layer, 
 
 // What one block has of a head.
 template <int kDim>
-__device__ __forceinline__ void attend_share(const Step& s, const Layer& layer, const CodedStretch& part, int head,
-                                             int split, int slot, uint32_t tag, uint32_t scratch_at, int warp,
-                                             int lane) {
-  const int group = s.heads / s.kv_heads;
+__device__ __forceinline__ void attend_stretch(const Step& s, const Layer& layer, const CodedStretch& part, int head,
+                                               int split, uint32_t tag, uint32_t scratch_at, int warp, int lane) {
+  const int group = s.heads / s.kv_heads, slot = part.position % s.length;
   const Scratch<kDim> scratch(scratch_at);
   const uint32_t queries = scratch_at + attention_bytes(kDim);
-  multiplying_barrier();  // x of the product before has been used
   prepare_heads(s, layer, scratch, head, part.has_dense, (static_cast<int64_t>(head) * s.length + slot) * kDim, tag,
                 warp, lane);
   const int warps = part.has_dense ? kWarps : min(part.end - part.begin, kWarps);
@@ -213,23 +211,10 @@ __device__ __forceinline__ void attend_share(const Step& s, const Layer& layer, 
   }
 }
 
-template <int kDim>
-__device__ void attend_coded(const Step& s, const Layer& layer, uint32_t tag, uint32_t scratch, int warp, int lane) {
-  const int head = blockIdx.x / s.splits, split = blockIdx.x % s.splits;
-  const int position = static_cast<int>(*s.position);
-  const CodedStretch part(s, split, position);
-  if (head >= s.kv_heads || split >= part.active) return;
-  attend_share<kDim>(s, layer, part, head, split, position % s.length, tag, scratch, warp, lane);
-  if (part.active > 1) merge_stretches<kDim>(s, head, split, part.active, tag, threadIdx.x);
-}
-
 // What a block reads of the next layer's codes, to the L2 cache.
 template <int kDim>
-__device__ __forceinline__ void prefetch_codes(const Step& s, const Layer& next, int lane) {
+__device__ __forceinline__ void prefetch_stretch(const Step& s, const Layer& next, const CodedStretch& part, int head) {
   constexpr int kMostTiles = 64;
-  const int head = blockIdx.x / s.splits, split = blockIdx.x % s.splits;
-  const CodedStretch part(s, split, static_cast<int>(*s.position));
-  if (lane != 0 || head >= s.kv_heads || split >= part.active) return;
   if (part.has_dense) {
     const int64_t ring = static_cast<int64_t>(head) * s.length * kDim;
     bulk_prefetch(next.keys + ring, s.length * kDim * 2);

@@ -178,7 +178,18 @@ __device__ __forceinline__ void fetch(const uint32_t* words, uint32_t tag, int c
   multiplying_barrier();
 }
 
-template <int kDim, bool kCoded>
+// A block's part of attention; Part: Stretch, of a dense cache, or CodedStretch.
+template <int kDim, typename Part>
+__device__ void attend(const Step& s, const Layer& layer, uint32_t tag, uint32_t scratch, int warp, int lane) {
+  const int head = blockIdx.x / s.splits, split = blockIdx.x % s.splits;
+  const Part part(s, split);
+  if (head >= s.kv_heads || split >= part.active) return;
+  multiplying_barrier();  // x of the product before has been used
+  attend_stretch<kDim>(s, layer, part, head, split, tag, scratch, warp, lane);
+  if (part.active > 1) merge_stretches<kDim>(s, head, split, part.active, tag, threadIdx.x);
+}
+
+template <int kDim, typename Part>
 __device__ void multiply(const Step& s, const Layout& in, uint32_t sums, uint32_t launch, int warp, int thread_lane) {
   Place stage, slot;
 #pragma unroll 1
@@ -186,18 +197,11 @@ __device__ void multiply(const Step& s, const Layout& in, uint32_t sums, uint32_
 #pragma unroll 1
     for (int phase = 0; phase < kPhases; ++phase) {
       const Layer& its = s.layers[layer];
-      if (phase == kOut) {
-        const uint32_t tag = tag_of(s, launch, layer);
-        if constexpr (kCoded) {
-          attend_coded<kDim>(s, its, tag, in.x, warp, thread_lane);
-        } else {
-          attend<kDim>(s, its, tag, in.x, warp, thread_lane);
-        }
-      }
+      if (phase == kOut) attend<kDim, Part>(s, its, tag_of(s, launch, layer), in.x, warp, thread_lane);
       const Tiles tiles(s, phase, blockIdx.x);
       if (tiles.first == tiles.end) continue;
       int lane = thread_lane;
-      if constexpr (kCoded) keep(lane);  // attention to codes needs the registers of what follows from it
+      if constexpr (Part::kKeepsLane) keep(lane);  // attention needs the registers of what follows from it
       const few_rows_sm90::LaneOffsets offsets(lane);
       const uint32_t codes = in.codes + warp * kUnitCodes, scales = in.scales + warp * kUnitScales;
       // Where the lane's x is, for its two blocks of 128 elements, and how far from one unit to the next.
@@ -372,11 +376,10 @@ __device__ __forceinline__ void finish(const Step& s, const Layer& layer, const 
   }
 }
 
-// What the next layer reads besides its weights, to the L2 cache: pointers, norms, and the block's first keys and
-// values.
-template <int kDim, bool kCoded>
+// What the next layer reads besides its weights, to the L2 cache: pointers, norms, and what the block attends to.
+template <int kDim, typename Part>
 __device__ __forceinline__ void prefetch_layer(const Step& s, const Layer& next, int lane) {
-  constexpr int kLine = 128, kMostPositions = 128;
+  constexpr int kLine = 128;
   for (int line = lane; line * kLine < static_cast<int>(sizeof(Layer)); line += 32) {
     prefetch(reinterpret_cast<const uint8_t*>(&next) + line * kLine);
   }
@@ -384,18 +387,12 @@ __device__ __forceinline__ void prefetch_layer(const Step& s, const Layer& next,
   for (int line = blockIdx.x + gridDim.x * lane; line < 2 * lines; line += gridDim.x * 32) {
     prefetch(reinterpret_cast<const uint8_t*>(next.norms[line / lines]) + line % lines * kLine);
   }
-  if constexpr (kCoded) return prefetch_codes<kDim>(s, next, lane);
   const int head = blockIdx.x / s.splits, split = blockIdx.x % s.splits;
-  const Stretch part(s, split, min(static_cast<int>(*s.position), s.length - 1));
-  const int positions = min(part.end - part.first, kMostPositions);
-  if (lane == 0 && head < s.kv_heads && split < part.active && positions > 0) {
-    const int64_t first = (static_cast<int64_t>(head) * s.length + part.first) * kDim;
-    bulk_prefetch(next.keys + first, positions * kDim * 2);
-    bulk_prefetch(next.values + first, positions * kDim * 2);
-  }
+  const Part part(s, split);
+  if (lane == 0 && head < s.kv_heads && split < part.active) prefetch_stretch<kDim>(s, next, part, head);
 }
 
-template <int kDim, bool kCoded>
+template <int kDim, typename Part>
 __device__ void add(const Step& s, const Layout& in, uint32_t launch, int adder, int lane) {
   Slots slots;
 #pragma unroll 1
@@ -403,7 +400,7 @@ __device__ void add(const Step& s, const Layout& in, uint32_t launch, int adder,
 #pragma unroll 1
     for (int phase = 0; phase < kPhases; ++phase) {
       if (phase == kGateUp && adder == kAdders - 1 && layer + 1 < s.layer_count) {
-        prefetch_layer<kDim, kCoded>(s, s.layers[layer + 1], lane);
+        prefetch_layer<kDim, Part>(s, s.layers[layer + 1], lane);
       }
       finish<kDim>(s, s.layers[layer], in, phase, slots, adder, lane, layer, launch);
     }
@@ -412,7 +409,7 @@ __device__ void add(const Step& s, const Layout& in, uint32_t launch, int adder,
 
 #endif
 
-template <int kDim, bool kCoded>
+template <int kDim, typename Part>
 __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ Step s) {
 #if NVFP4_LARGE_SHARED_MEMORY
   extern __shared__ uint8_t memory[];
@@ -437,11 +434,11 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const __grid_constant__ St
   __syncthreads();
   if (warp < kWarps) {
     setmaxnreg_inc<kMultiplyingRegisters>();
-    multiply<kDim, kCoded>(s, in, address_of(sums), launch, warp, lane);
+    multiply<kDim, Part>(s, in, address_of(sums), launch, warp, lane);
   } else {
     setmaxnreg_dec<kAddingRegisters>();
     if (warp < kWarps + kAdders) {
-      add<kDim, kCoded>(s, in, launch, warp - kWarps, lane);
+      add<kDim, Part>(s, in, launch, warp - kWarps, lane);
     } else {
       copy<kDim>(s, in, lane);
     }

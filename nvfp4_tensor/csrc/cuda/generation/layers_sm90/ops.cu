@@ -256,9 +256,9 @@ void launch_append(const Step& s, const Sizes& z, const QuantizeSpec& spec, cuda
   cudaLaunchKernelEx(&launch.config, append_oldest_kernel, p, s.layers);
 }
 
-template <int kDim, bool kCoded>
+template <int kDim, typename Part>
 void launch(const Step& s, const Grid& grid, cudaStream_t stream) {
-  constexpr auto kKernel = kernel<kDim, kCoded>;
+  constexpr auto kKernel = kernel<kDim, Part>;
   allow_shared_bytes(reinterpret_cast<const void*>(kKernel), grid.shared_bytes);
   Launch launch(dim3(grid.blocks), 1, layers_sm90::kThreads, grid.shared_bytes, stream, Begins::kAfterPrevious);
   cudaLaunchAttribute& attribute = launch.attributes[launch.config.numAttrs++];
@@ -311,9 +311,9 @@ Tensor decode_layers(const Tensor& x, const Tensor& plan, const Tensors& norms, 
   if (z.has_codes()) {
     s.capacity = static_cast<int>(z.capacity), s.front = static_cast<int>(z.front), s.is_rotated = rotated;
     launch_append(s, z, cache_spec(spec), stream);
-    z.dim == 128 ? launch<128, true>(s, grid, stream) : launch<64, true>(s, grid, stream);
+    z.dim == 128 ? launch<128, CodedStretch>(s, grid, stream) : launch<64, CodedStretch>(s, grid, stream);
   } else {
-    z.dim == 128 ? launch<128, false>(s, grid, stream) : launch<64, false>(s, grid, stream);
+    z.dim == 128 ? launch<128, Stretch>(s, grid, stream) : launch<64, Stretch>(s, grid, stream);
   }
   check_launched("nvfp4::decode_layers");
   return y;
