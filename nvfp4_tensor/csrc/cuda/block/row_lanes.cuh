@@ -16,8 +16,9 @@ struct RowLanes {
   Walk at;
   bool tile;
 
-  __device__ RowLanes(const Matrix& x, bool is_tile)
-      : at(is_tile ? ceil_div(x.rows, kBlock) : x.rows, x.blocks(),
+  // padding: whether to walk that of the scales, too.
+  __device__ RowLanes(const Matrix& x, bool is_tile, bool padding = false)
+      : at(rows(x, is_tile, padding) / (is_tile ? kBlock : 1), columns(x, padding),
            (blockIdx.x * blockDim.x + threadIdx.x) / (is_tile ? kBlock : 1),
            gridDim.x * blockDim.x / (is_tile ? kBlock : 1)),
         tile(is_tile) {}
@@ -26,12 +27,21 @@ struct RowLanes {
 
   __device__ RowCoord coord(const Matrix& x) const {
     const uint32_t row = tile ? at.row * kBlock + threadIdx.x % kBlock : at.row;
-    return {row, at.column, at.inside() && row < x.rows};
+    return {row, at.column, at.inside() && row < x.rows && at.column < x.blocks()};
   }
 
   // So many threads walk a matrix once.
-  static int64_t threads(const Matrix& x, const QuantizeSpec& spec) {
-    return ceil_div(x.rows, spec.block_rows) * spec.block_rows * x.blocks();
+  static int64_t threads(const Matrix& x, const QuantizeSpec& spec, bool padding = false) {
+    return rows(x, spec.block_rows != 1, padding) * columns(x, padding);
+  }
+
+ private:
+  __host__ __device__ static int64_t rows(const Matrix& x, bool is_tile, bool padding) {
+    const int64_t together = padding ? kTileRows : is_tile ? kBlock : 1;
+    return ceil_div(x.rows, together) * together;
+  }
+  __host__ __device__ static int64_t columns(const Matrix& x, bool padding) {
+    return padding ? x.column_tiles() * kTileColumns : x.blocks();
   }
 };
 

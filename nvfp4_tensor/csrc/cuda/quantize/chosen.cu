@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, By::blocks_per_sm(sizeof(T)))
     if (!coord.inside) return Elements<T, kBlock>::zero();
     return Elements<T, kBlock>::load(element_at<T>(x, coord.row, coord.column * kBlock));
   };
-  RowLanes lanes(x, tile);
+  RowLanes lanes(x, tile, true);
   RowCoord coord = lanes.coord(x);
   auto block = load(coord);  // on its way while the tables are made
   write_per_tensor_scale(how);
@@ -130,6 +130,7 @@ __global__ void __launch_bounds__(kThreads, By::blocks_per_sm(sizeof(T)))
   const uint32_t blocks = static_cast<uint32_t>(x.blocks()), column_tiles = static_cast<uint32_t>(x.column_tiles());
   while (lanes.any()) {
     const RowCoord here = coord;
+    const bool has_scale = lanes.at.inside();
     const Elements<T, kBlock> now = block;
     lanes.at.step();
     coord = lanes.coord(x);
@@ -142,12 +143,12 @@ __global__ void __launch_bounds__(kThreads, By::blocks_per_sm(sizeof(T)))
     uint2 codes;
     const uint8_t s_bits = By::choose(now, Elements<T, kBlock>::magnitude_of(most), tensor, how.spec, shared, tile,
                                       codes);
+    if (has_scale) out.scale[scale_offset(here.row, here.column, column_tiles)] = here.inside ? s_bits : 0;
     if (!here.inside) continue;
     if constexpr (!By::kGivesNearest || mode != Fast::kNearestEven) {
       codes = encode16<mode>(now, s_bits, shared.enc(s_bits), source, block_number(how.random, here.row, here.column));
     }
     reinterpret_cast<uint2*>(out.qdata)[static_cast<int64_t>(here.row) * blocks + here.column] = codes;
-    out.scale[scale_offset(here.row, here.column, column_tiles)] = s_bits;
   }
 }
 
@@ -156,8 +157,8 @@ void launch(const Matrix& x, const Quantization& how, const Codes& out, cudaStre
   for_dtype(x.dtype, [&](auto type) {
     for_mode(how.spec, [&](auto mode) {
       for_flag(how.spec.block_rows != 1, [&](auto tile) {
-        launch_walk<quantize_chosen<decltype(type), mode.value, tile.value, By>, 4>(RowLanes::threads(x, how.spec),
-                                                                                    stream, x, how, out);
+        launch_walk<quantize_chosen<decltype(type), mode.value, tile.value, By>, 4>(
+            RowLanes::threads(x, how.spec, true), stream, x, how, out);
       });
     });
   });

@@ -32,7 +32,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
   Tensor factor = empty_scalar(x);
   const Quantization how = quantization(unpacked, from, rng_state, random_stream, x, m.rows, m.columns,
                                         {row0, col0, full_width}, factor);
-  if (!by_rows) out.clear_padding(stream);
+  if (!fast) out.clear_padding(stream);
   const auto launch = unpacked.is_eden() ? launch_quantize_eden
                       : !fast            ? launch_quantize_any
                       : !plain           ? launch_quantize_chosen
