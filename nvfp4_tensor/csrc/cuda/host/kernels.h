@@ -84,12 +84,11 @@ LaunchQuantize launch_quantize_any;
 void launch_fake_quantize_any(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream);
 
 // The fast kernels: whole blocks, to nearest even or stochastic, neither four-over-six nor Hadamard on this side but
-// for rows. They write the padding of the scales. Tiles take maxima of parts.
+// for rows. They write the padding of the scales, and take maxima of parts.
 LaunchQuantize launch_quantize_rows, launch_quantize_tiles;
 void launch_fake_quantize_rows(const Matrix& x, const Quantization& how, const Values& out, cudaStream_t stream);
 
-// Whole blocks, 1x16 or 16x16, to nearest even or stochastic, with four-over-six or a search over scales. Writes the
-// padding of the scales.
+// The same with four-over-six or a search over scales, 1x16 or 16x16, and without Hadamard.
 LaunchQuantize launch_quantize_chosen;
 
 // With a scale a row. The amax of each, or where `given` is not null its magnitudes, to amax; and the rows' scales to

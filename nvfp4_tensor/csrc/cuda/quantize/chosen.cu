@@ -122,8 +122,7 @@ __global__ void __launch_bounds__(kThreads, By::blocks_per_sm(sizeof(T)))
   RowLanes lanes(x, tile, true);
   RowCoord coord = lanes.coord(x);
   auto block = load(coord);  // on its way while the tables are made
-  write_per_tensor_scale(how);
-  const TensorScale tensor = tensor_scale(how);
+  const TensorScale tensor = tensor_scale_by_maxima(how);
   shared.fill(tensor);
   __syncthreads();
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);

@@ -15,10 +15,10 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
   const CudaRows rows(x);
   const Matrix& m = rows.matrix;
   const bool fast = is_fast_mode(unpacked) && m.whole_blocks(), plain = is_plain(unpacked);
-  const bool by_rows = fast && plain && unpacked.block_rows == 1, by_tiles = fast && plain && !by_rows;
+  const bool by_rows = fast && plain && unpacked.block_rows == 1;
   RawScratch scratch;
   Amax from{};
-  if (!amax && by_tiles && unpacked.hadamard_sign < 0 && m.rows && m.columns && fits_maxima(m)) {
+  if (!amax && fast && unpacked.hadamard_sign < 0 && m.rows && m.columns && fits_maxima(m)) {
     from = launch_maxima(m, std::ref(scratch), stream);
   } else {
     if (!amax) amax = own_amax(x, unpacked, rng_state, col0);

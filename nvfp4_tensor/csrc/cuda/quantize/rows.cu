@@ -48,8 +48,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 3 : 4)
     if (inside(here, group)) block[group] = Elements<T, kBlock>::load(from);
   }
   const DrawSource source = draw_source(how, mode != Fast::kNearestEven);
-  write_per_tensor_scale(how);
-  const TensorScale tensor = tensor_scale(how);
+  const TensorScale tensor = tensor_scale_by_maxima(how);
   const float* enc = encode_table(tensor);
   while (at.inside()) {
     uint2* codes = reinterpret_cast<uint2*>(out.qdata) + (static_cast<int64_t>(here.row) * blocks + here.column);
