@@ -145,9 +145,13 @@ void launch_quantize_pair(const Matrix& x, const PairQuantization& how, const Pa
 bool fits_quantize_pair_eden(bool codes_t);
 void launch_quantize_pair_eden(const Matrix& x, const PairQuantization& how, bool rotates_back, const PairOutputs& out,
                                cudaStream_t stream);
-// bfloat16, whole blocks: the amax of x, or of its rotation, and of the rotation of its transpose.
+// bfloat16, whole blocks: the amax of x, or of its rotation, and of the rotation of its transpose; or the maxima of
+// parts, as launch_maxima_of_pair leaves them.
 void launch_amax_pair_eden(const Matrix& x, bool rotates_rows, const Rotation& rows, const Rotation& columns,
                            float* out, float* out_transposed, cudaStream_t stream);
+std::array<Amax, 2> launch_maxima_of_pair_eden(const Matrix& x, bool rotates_rows,
+                                               const std::array<Rotation, 2>& rotations,
+                                               const std::function<void*(int64_t)>& scratch, cudaStream_t stream);
 
 struct Quantized {
   const uint8_t* qdata;

@@ -133,6 +133,15 @@ void launch_amax(const Matrix& x, const Of& of, float* out, float* out_transpose
   if (x.rows * x.columns) launch<false>(x, of, grid_for(x), out, out_transposed, stream);
 }
 
+template <typename Of>
+std::array<Amax, 2> launch_maxima(const Matrix& x, const Of& of, const std::function<void*(int64_t)>& scratch,
+                                  cudaStream_t stream) {
+  const unsigned grid = grid_for(x);
+  float* const out = static_cast<float*>(scratch(grid * int64_t{2 * sizeof(float)}));
+  launch<true>(x, of, grid, out, out + grid, stream);
+  return {Amax{out, static_cast<int>(grid)}, Amax{out + grid, static_cast<int>(grid)}};
+}
+
 OfHadamard of_hadamard(int sign) { return {HadamardFactors::from(static_cast<uint32_t>(sign))}; }
 
 }  // namespace
@@ -150,10 +159,15 @@ void launch_amax_pair_eden(const Matrix& x, bool rotates_rows, const Rotation& r
 
 std::array<Amax, 2> launch_maxima_of_pair(const Matrix& x, int hadamard_sign,
                                           const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
-  const unsigned grid = grid_for(x);
-  float* const out = static_cast<float*>(scratch(grid * int64_t{2 * sizeof(float)}));
-  launch<true>(x, of_hadamard(hadamard_sign), grid, out, out + grid, stream);
-  return {Amax{out, static_cast<int>(grid)}, Amax{out + grid, static_cast<int>(grid)}};
+  return launch_maxima(x, of_hadamard(hadamard_sign), scratch, stream);
+}
+
+std::array<Amax, 2> launch_maxima_of_pair_eden(const Matrix& x, bool rotates_rows,
+                                               const std::array<Rotation, 2>& rotations,
+                                               const std::function<void*(int64_t)>& scratch, cudaStream_t stream) {
+  const auto& [rows, columns] = rotations;
+  if (rotates_rows) return launch_maxima(x, OfRotation<true>{rows, columns}, scratch, stream);
+  return launch_maxima(x, OfRotation<false>{rows, columns}, scratch, stream);
 }
 
 }  // namespace nvfp4

@@ -2,6 +2,7 @@
 // functions.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <tuple>
 #include <utility>
@@ -127,6 +128,17 @@ Tensor own_amax(const Tensor& x, const QuantizeSpec& spec, const std::optional<T
 // That of x by spec, and of x^T by spec_t.
 std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, const std::optional<Tensor>& rng_state, int64_t spec,
                                      int64_t spec_t, int64_t row0, int64_t col0);
+
+// The rotations of a pair that rotates_pair, x at (row0, col0): of the rows (not used where they are not EDEN's), and
+// of the transpose.
+inline std::array<Rotation, 2> rotations_of_pair(const Tensor& x, const std::optional<Tensor>& rng_state,
+                                                 const QuantizeSpec& rows, const QuantizeSpec& columns, int64_t row0,
+                                                 int64_t col0) {
+  check_rotation_offset(row0);
+  if (rows.is_eden()) check_rotation_offset(col0);
+  const int64_t* state = rng_state_of(rng_state, columns, x);
+  return {Rotation{state, col0 / kRotation}, Rotation{state, row0 / kRotation}};
+}
 
 // Whether the kernels of pairs with EDEN know the transforms: EDEN of the transpose, EDEN or none of the rows.
 inline bool rotates_pair(const Matrix& m, const QuantizeSpec& rows, const QuantizeSpec& columns) {

@@ -94,11 +94,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(Pair p, 
   }
   RawScratch parts;
   std::array<Amax, 2> from;
-  if (!p.amax && !eden && of_columns.hadamard_sign >= 0) {
-    from = launch_maxima_of_pair(m, of_columns.hadamard_sign, std::ref(parts), stream);
-  } else {
+  if (p.amax || (!eden && of_columns.hadamard_sign < 0)) {
     p.find_amaxes();
     from = {amax_given(*p.amax, x), amax_given(*p.amax_t, x)};
+  } else if (eden) {
+    const auto rotations = rotations_of_pair(x, p.rng_state, of_rows, of_columns, p.row0, p.col0);
+    from = launch_maxima_of_pair_eden(m, of_rows.is_eden(), rotations, std::ref(parts), stream);
+  } else {
+    from = launch_maxima_of_pair(m, of_columns.hadamard_sign, std::ref(parts), stream);
   }
   Tensor values = empty({m.rows, width}, ScalarType::BFloat16, x), factor = empty_scalar(x);
   Tensor t, scale_t, factor_t = empty_scalar(x);

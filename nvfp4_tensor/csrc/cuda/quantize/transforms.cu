@@ -121,9 +121,7 @@ std::tuple<Tensor, Tensor> amax_pair(const Tensor& x, const std::optional<Tensor
   }
   Tensor row = empty_scalar(x), column = empty_scalar(x);
   if (rotates) {
-    rng_state_of(rng_state, of_columns, x);  // refuses none
-    const Rotation by_rows = rotation_of(*rng_state, of_rows.is_eden() ? col0 : 0, x);
-    const Rotation by_columns = rotation_of(*rng_state, row0, x);
+    const auto [by_rows, by_columns] = rotations_of_pair(x, rng_state, of_rows, of_columns, row0, col0);
     launch_amax_pair_eden(m, of_rows.is_eden(), by_rows, by_columns, floats(row), floats(column), stream);
   } else {
     launch_amax_pair(m, sign, floats(row), floats(column), stream);
