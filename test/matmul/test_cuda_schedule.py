@@ -89,12 +89,15 @@ int faults_of_parts(int tiles, int steps, int sharers) {
 int faults_of_plans(const Tiling& tiling, int most_blocks) {
   int wrong = 0;
   const Plan shared = Plan::of_sharers(tiling, most_blocks);
-  if (shared.sharers > 1) {
-    wrong += shared.blocks > most_blocks || shared.sharers > kMostSharers || shared.sharers * 16 > most_blocks;
+  wrong += tiling.steps == 1 && tiling.tiles <= most_blocks && shared.cost >= INT64_MAX / 2;
+  if (shared.cost < INT64_MAX / 2) {
+    wrong += shared.blocks > most_blocks || shared.sharers > kMostSharers;
+    wrong += shared.sharers > 1 && shared.sharers * 16 > most_blocks;  // those that wait for each other
+    wrong += shared.sharers == 1 && (tiling.steps > 1 || shared.most_finishers(most_blocks) != 1 || shared.slots() > 0);
     wrong += faults_of_parts(tiling.tiles, tiling.steps, shared.sharers);
-    wrong += shared.flags_bytes() < 8L * shared.blocks * kMostSharers * (tiling.rows / 64);
+    wrong += shared.flags_bytes() < 8L * shared.slots() * kMostSharers * (tiling.rows / 64);
   } else {
-    wrong += shared.cost < INT64_MAX / 2;  // nobody takes it
+    wrong += shared.sharers > 1;
   }
   const Plan runs = Plan::of_runs(tiling, most_blocks);
   wrong += runs.blocks < 1 || runs.blocks > most_blocks || runs.whole_tiles + runs.cut_tiles != tiling.tiles;
@@ -250,6 +253,7 @@ def said(program, size, fits=(1, 1), machine=(90, 132)) -> str:
         ((12, 16384, 4096), (1, 0), (90, 132), "few_rows", "a large w"),
         ((16, 1024, 8192), (1, 1), (90, 132), "few_rows_sm90", "by cost"),
         ((16, 28672, 8192), (1, 1), (90, 132), "few_rows_sm90", "no room for tiles of 16"),
+        ((128, 64, 64), (1, 1), (90, 132), "many_rows_sm90:128x16:shared:permuted_in_copy, 8 whole tiles on 8", "more"),
         ((17, 4096, 4096), (1, 1), (90, 132), "many_rows_sm90:128x32:shared:permuted_in_copy, split-K", "more than 16"),
         ((64, 4096, 4096), (0, 1), (100, 148), "few_rows_sm90, split-K over 1 blocks of 16 warps, 16 rows", "no wgmma"),
         ((64, 4096, 4096), (0, 0), (80, 108), "few_rows, 16 rows of x at a time", "no wgmma"),

@@ -41,19 +41,22 @@ struct Plan {
   int64_t cost;                        // cycles
   int cut_cost = 0;                    // stages
 
-  // As many blocks for each tile as is best; a cost beyond all others where there are too many tiles.
+  // As many blocks for each tile as is best, one where it has a single stage: these kernels may permute x as they copy
+  // it, without a kernel before. A cost beyond all others where there are too many tiles.
   static Plan of_sharers(const Tiling& tiling, int most_blocks) {
     Plan plan{tiling};
     plan.cost = INT64_MAX / 2;
     const int most = std::min({most_sharers(most_blocks), tiling.steps, most_blocks / tiling.tiles});
-    for (int sharers = 2; sharers <= most; ++sharers) {
+    for (int sharers = tiling.steps == 1 ? 1 : 2; sharers <= most; ++sharers) {
       const int left = tiling.rows * tiling.tokens / sharers * (sharers - 1);
       const int sums_cycles = static_cast<int>(left * tiling.rows / 128 / costs::kSharedSumsPerCycle);
-      const int64_t stages = ceil_quotient(tiling.steps, sharers);
-      const int64_t cost = stages * tiling.stage_cycles + costs::kShareCycles + sums_cycles;
+      const int end_cycles = sharers > 1 ? costs::kShareCycles + sums_cycles : tiling.write_cycles();
+      const int64_t cost = static_cast<int64_t>(ceil_quotient(tiling.steps, sharers)) * tiling.stage_cycles +
+                           end_cycles;
       if (cost < plan.cost) plan.cost = cost, plan.sharers = sharers;
     }
     plan.blocks = tiling.tiles * plan.sharers;
+    plan.whole_tiles = plan.sharers > 1 ? 0 : tiling.tiles;
     return plan;
   }
 
@@ -100,6 +103,7 @@ struct Plan {
   int most_finishers(int most_blocks) const {
     const int units = tiling.tokens / 16;
     if (sharers > 1) return std::min(sharers, units);
+    if (cut_tiles == 0) return 1;
     return finish_together(tiling.tokens) ? std::min(most_sharers(most_blocks), units) : 1;
   }
 
