@@ -110,7 +110,7 @@ def nvfp4_attention(
     if softcap:
         dropout = dropout if module.training else 0.0
         causal = _is_causal(module, given)
-        out = _dense_with_softcap(query, key, value, attention_mask, dropout, scaling, softcap, causal)
+        out = _with_softcap(query, key, value, attention_mask, dropout, scaling, softcap, causal)
         return out.transpose(1, 2).contiguous(), None
     out, _ = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -156,7 +156,7 @@ def _log_once(reason: str) -> None:
     logger.warning("attention decodes the NVFP4 cache, which costs time: %s", reason)
 
 
-def _dense_with_softcap(
+def _with_softcap(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -169,28 +169,19 @@ def _dense_with_softcap(
     """Attention with capped scores to dense tokens, which sdpa does not have, as a cache without codes.
 
     The operator has no gradient, no dropout, and no other mask than a causal one; encoders and sliding layers have
-    others. Then torch computes the same, with scores in memory.
+    others. Then torch computes the same, with float32 scores in memory.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if has_gradient or dropout or not (causal if mask is None else hasattr(mask, _FIRST)):
-        if mask is None and causal:  # transformers leaves it out
-            tokens, length = query.shape[2], key.shape[2]
-            mask = torch.ones((tokens, length), dtype=torch.bool, device=query.device).tril(length - tokens)
-        return _by_torch(query, key, value, mask, dropout, scale, softcap)
-    keys, values = (StoredStates(CodedStates(x), 0, x) for x in (key, value))  # of which all is dense
-    first = None if mask is None else getattr(mask, _FIRST)
-    return attend(query, keys, values, scale, softcap=softcap, first=first)
-
-
-def _by_torch(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float, softcap: float
-) -> Tensor:
-    """Attention with capped scores in float32 under a mask that broadcasts to them; None: each token sees all."""
-    tokens = query.shape[2]
+    if not has_gradient and not dropout and (causal if mask is None else hasattr(mask, _FIRST)):
+        keys, values = (StoredStates(CodedStates(x), 0, x) for x in (key, value))  # of which all is dense
+        return attend(query, keys, values, scale, softcap=softcap, first=getattr(mask, _FIRST, None))
+    tokens, length = query.shape[2], key.shape[2]
     shape = query.shape[0], key.shape[1], -1, tokens, query.shape[-1]  # heads that share keys side by side
     scores = (query.float().reshape(shape) @ key.float().unsqueeze(2).mT).flatten(1, 2) * scale
     scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and causal:  # transformers leaves it out
+        mask = torch.ones((tokens, length), dtype=torch.bool, device=query.device).tril(length - tokens)
     if mask is not None:
         lowest = torch.finfo(torch.float32).min
         scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
