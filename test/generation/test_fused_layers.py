@@ -144,42 +144,6 @@ def compare(layers, codes, dense, plan, position, how):
         assert torch.equal(mine, its)
 
 
-@pytest.mark.gpu
-@torch.no_grad()
-@pytest.mark.parametrize(("sizes", "options", "positions"), [
-    ((1, 512, 4, 2, 128, 1024, 256), {}, [0, 5, 100, 255]),
-    ((2, 1024, 8, 2, 64, 2816, 2048), {"biases": True, "head_norms": True}, [0, 1000, 2047]),
-    ((3, 896, 14, 2, 64, 4864, 512), {"biases": True}, [63, 64, 300]),
-    ((3, 2048, 32, 8, 64, 8192, 512), {}, [63, 128, 511]),
-    ((2, 4096, 32, 8, 128, 14336, 1024), {}, [0, 17, 640, 1023]),
-    ((2, 5120, 40, 8, 128, 17408, 4096), {"head_norms": True}, [3, 4095]),
-    ((2, 5120, 32, 8, 128, 14336, 1024), {}, [0, 17, 1023]),  # o's columns are a warp's own, those of q, k, v not
-    ((2, 3072, 24, 8, 128, 8192, 8192), {}, [31, 32, 33, 8191]),
-], ids=str)  # fmt: skip
-def test_the_kernel(sizes, options, positions):
-    torch.manual_seed(0)
-    layers = random_layers(*sizes, **options)
-    plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, [], [])
-    if not plan.numel():
-        pytest.skip("no such kernel for this GPU")
-    for position in positions:
-        compare(layers, [], [], plan, position, (0, False))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("sizes", [(1, 576, 9, 3, 64, 1536, 64), (1, 512, 4, 2, 96, 1024, 64)], ids=str)
-def test_sizes_without_a_kernel(sizes):
-    """Rows that are no multiple of 128, and other head dimensions: no plan, and an error instead of a wrong number."""
-    layers = random_layers(*sizes)
-    plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, [], [])
-    assert plan.numel() == 0
-    x, cos = layers[0][0][None], torch.ones(sizes[4], device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="does not take this model"):
-        torch.ops.nvfp4.decode_layers(
-            x, plan, *layers, [], [], cos, cos, torch.zeros(1, dtype=torch.int64, device="cuda"), 1e-5, 0.1, 0, False
-        )
-
-
 def random_codes(layers, kv_heads, dim, capacity, front):
     """Return the arguments ``codes`` and ``front`` of ``nvfp4::decode_layers``, full of random tokens."""
     codes = []
@@ -197,42 +161,64 @@ def random_codes(layers, kv_heads, dim, capacity, front):
 
 
 @pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize(("sizes", "options", "codes", "counts"), [
+    ((1, 512, 4, 2, 128, 1024, 256), {}, None, [0, 5, 100, 255]),
+    ((2, 1024, 8, 2, 64, 2816, 2048), {"biases": True, "head_norms": True}, None, [0, 1000, 2047]),
+    ((3, 896, 14, 2, 64, 4864, 512), {"biases": True}, None, [63, 64, 300]),
+    ((3, 2048, 32, 8, 64, 8192, 512), {}, None, [63, 128, 511]),
+    ((2, 4096, 32, 8, 128, 14336, 1024), {}, None, [0, 17, 640, 1023]),
+    ((2, 5120, 40, 8, 128, 17408, 4096), {"head_norms": True}, None, [3, 4095]),
+    ((2, 5120, 32, 8, 128, 14336, 1024), {}, None, [0, 17, 1023]),  # o's columns are a warp's own, those of q, k, v not
+    ((2, 3072, 24, 8, 128, 8192, 8192), {}, None, [31, 32, 33, 8191]),
+    ((1, 512, 4, 2, 128, 1024, 65), {}, (128, 0, True), [0, 1, 15, 16, 17, 127]),
+    ((2, 1024, 8, 2, 64, 2816, 33), {"biases": True, "head_norms": True}, (1024, 4, False), [0, 16, 999, 1023]),
+    ((2, 896, 14, 2, 64, 4864, 2), {"biases": True}, (512, 1, True), [63, 64, 300]),
+    ((2, 2048, 32, 8, 64, 8192, 65), {}, (16384, 4, False), [31, 32, 500, 16000]),
+    ((2, 4096, 32, 8, 128, 14336, 65), {}, (33024, 4, True), [0, 17, 640, 7679, 7681, 32768]),
+    ((2, 5120, 32, 8, 128, 14336, 65), {}, (1024, 0, True), [0, 17, 1000]),
+    ((1, 512, 4, 2, 128, 1024, 253), {}, (8192, 3, False), [0, 4000, 8191]),
+    ((2, 2048, 32, 32, 64, 4096, 129), {"head_norms": True}, (4096, 0, True), [3, 4000]),
+    ((2, 2048, 8, 1, 128, 4096, 65), {}, (8192, 4, True), [100, 8000]),
+], ids=str)  # fmt: skip
+def test_the_kernel(sizes, options, codes, counts):
+    """At these positions, or after so many codes (room, front, whether rotated), behind which nothing is read."""
+    torch.manual_seed(0)
+    room, front, rotated = codes or (0, 0, False)
+    layers, ring = random_layers(*sizes, **options), sizes[6]
+    codes, dense = random_codes(sizes[0], sizes[3], sizes[4], room, front) if room else ([], [])
+    plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, codes, dense)
+    if not plan.numel():
+        pytest.skip("no such kernel for this GPU")
+    for count in counts:
+        behind = [t[:, :, count + 1 :] for t in codes]
+        kept = [t.clone() for t in behind]
+        for i, t in enumerate(behind):
+            t.fill_(0x7F if i % 3 == 1 else 0xFF)  # NaN for scales
+        how = (CACHE_SPEC.pack(), rotated) if room else (0, False)
+        compare(layers, codes, dense, plan, count + ring - 1 if room else count, how)
+        for t, old in zip(behind, kept, strict=True):
+            t.copy_(old)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(1, 576, 9, 3, 64, 1536, 64), (1, 512, 4, 2, 96, 1024, 64)], ids=str)
+def test_sizes_without_a_kernel(sizes):
+    """Rows that are no multiple of 128, and other head dimensions: no plan, and an error instead of a wrong number."""
+    layers = random_layers(*sizes)
+    plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, [], [])
+    assert plan.numel() == 0
+    x, cos = layers[0][0][None], torch.ones(sizes[4], device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="does not take this model"):
+        torch.ops.nvfp4.decode_layers(
+            x, plan, *layers, [], [], cos, cos, torch.zeros(1, dtype=torch.int64, device="cuda"), 1e-5, 0.1, 0, False
+        )
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("ring", "front", "capacity"), [(254, 3, 1024), (65, 192, 1024), (65, 0, 98432)])
 def test_caches_of_codes_without_a_kernel(ring, front, capacity):
     """Where one block would attend to too many dense tokens, or all to too many codes."""
     layers = random_layers(1, 512, 4, 2, 128, 1024, ring)
     codes, dense = random_codes(1, 2, 128, capacity, front)
     assert torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, codes, dense).numel() == 0
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-@pytest.mark.parametrize("rotated", [True, False])
-@pytest.mark.parametrize(("sizes", "options", "capacity", "front", "counts"), [
-    ((1, 512, 4, 2, 128, 1024, 65), {}, 128, 0, [0, 1, 15, 16, 17, 127]),
-    ((2, 1024, 8, 2, 64, 2816, 33), {"biases": True, "head_norms": True}, 1024, 4, [0, 16, 999, 1023]),
-    ((2, 896, 14, 2, 64, 4864, 2), {"biases": True}, 512, 1, [63, 64, 300]),
-    ((2, 2048, 32, 8, 64, 8192, 65), {}, 16384, 4, [31, 32, 500, 16000]),
-    ((2, 4096, 32, 8, 128, 14336, 65), {}, 33024, 4, [0, 17, 640, 7679, 7681, 32768]),
-    ((2, 5120, 32, 8, 128, 14336, 65), {}, 1024, 0, [0, 17, 1000]),
-    ((1, 512, 4, 2, 128, 1024, 253), {}, 8192, 3, [0, 4000, 8191]),
-    ((2, 2048, 32, 32, 64, 4096, 129), {"head_norms": True}, 4096, 0, [3, 4000]),
-    ((2, 2048, 8, 1, 128, 4096, 65), {}, 8192, 4, [100, 8000]),
-], ids=str)  # fmt: skip
-def test_the_kernel_with_codes(sizes, options, capacity, front, counts, rotated):
-    """As above, of a cache of codes. What lies behind its tokens is never read: it has NaN for scales."""
-    torch.manual_seed(0)
-    layers = random_layers(*sizes, **options)
-    kv_heads, dim, ring = sizes[3], sizes[4], sizes[6]
-    codes, dense = random_codes(sizes[0], kv_heads, dim, capacity, front)
-    plan = torch.ops.nvfp4.decode_layers_plan(layers[0][0], *layers, codes, dense)
-    if not plan.numel():
-        pytest.skip("no such kernel for this GPU")
-    for count in counts:
-        position = count + ring - 1
-        kept = [t[:, :, count + 1 :].clone() for t in codes]
-        for i, t in enumerate(codes):
-            t[:, :, count + 1 :] = 0x7F if i % 3 == 1 else 0xFF
-        compare(layers, codes, dense, plan, position, (CACHE_SPEC.pack(), rotated))
-        for t, old in zip(codes, kept, strict=True):
-            t[:, :, count + 1 :] = old
