@@ -90,16 +90,6 @@ def test_infinite_logits_and_temperatures_near_zero(options, device):
             assert torch.equal(chooser(logits)[rows], logits.argmax(-1)[rows]) and (chooser.chosen >= 0).all()
 
 
-def test_a_chooser_is_loaded_again(device):
-    logits = torch.randn(2, 50, device=device)
-    chooser = Chooser(Sampling(1.0, top_p=0.9, seed=4), 2, 8, torch.device(device))
-    first = [chooser(logits).tolist() for _ in range(8)]
-    chooser.load(Sampling(0.5, top_p=0.5, seed=5))
-    assert [chooser(logits).tolist() for _ in range(8)] != first
-    chooser.load(Sampling(1.0, top_p=0.9, seed=4))
-    assert [chooser(logits).tolist() for _ in range(8)] == first
-
-
 @pytest.mark.parametrize("options, message", [
     ({"temperature": -1.0}, "temperature must be 0"), ({"temperature": float("inf")}, "temperature must be 0"),
     ({"temperature": float("nan")}, "temperature must be 0"), ({"temperature": 1.0, "top_k": 0}, "top_k must be"),

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from nvfp4_tensor.generation import fixed_cache
 from nvfp4_tensor.generation.ended_texts import narrow
-from nvfp4_tensor.generation.fixed_cache import Buffers, FixedCache, keeps_all_keys, static_view
+from nvfp4_tensor.generation.fixed_cache import Buffers, FixedCache, keeps_all_keys
 
 
 def states(tokens, batch=2, heads=3, dim=8):
@@ -75,16 +75,6 @@ def test_other_texts_are_not_appended():
         with pytest.raises(ValueError, match=r"the cache has \(batch, heads\) \(3, 3\), and got .* make a new cache"):
             cache.update(*states(2, **{"batch": 3} | shape), 0)
     assert [each.length for each in cache.layers] == [4, 4]
-
-
-def test_a_static_view_has_the_same_buffers():
-    fixed = FixedCache(2, 10)
-    append([fixed], 12)
-    view = static_view(fixed)
-    keys, values = states(1)
-    view.layers[0].cumulative_length.fill_(12)
-    view.update(keys, values, 0)
-    assert torch.equal(fixed.layers[0].buffers[0][:, :, 12:13], keys) and view.get_seq_length() == 13
 
 
 def test_inference_mode():
