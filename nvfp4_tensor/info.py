@@ -51,7 +51,7 @@ def info() -> Info:
         cpu_instruction_set=native.instruction_set(),
         cuda_archs=record.get("cuda_archs", []),
         fp4_scaled_mm=any(torch.cuda.get_device_capability(i) >= FP4_CAPABILITY for i in _cuda_devices()),
-        fbgemm=str(fbgemm.product()),
+        fbgemm=fbgemm.product().text,
     )
 
 

@@ -89,7 +89,8 @@ def choose_grouped(x: Tensor, w: NVFP4Tensor) -> Backend:
     if not w.transposed or w.activation_spec is None:
         return _printed(x, w, Backend.DECODED, "activations are not quantized, or the sum runs across the blocks")
     check_backend(w.product_backend, x.device, x.dtype)
-    if has_grouped_fp4(x.device) and _fits_grouped_tensor_cores(x, w):
+    one_scale = not w.activation_spec.row_scaled and w.per_tensor_scale.dim() != 1  # per expert
+    if has_grouped_fp4(x.device) and x.dtype == torch.bfloat16 and one_scale and x.numel() * w.numel() > 0:
         return _printed(x, w, Backend.GROUPED_FP4, "compute capability 10, bfloat16 rows")
     why = f"{x.device} has no grouped FP4 product for these operands"
     return _printed(x, w, Backend.QUANTIZED_VALUES, why)
@@ -156,12 +157,10 @@ def reads_transposed(device: torch.device) -> bool:
     return has_fp4_tensor_cores(device) or capability(device) == (9, 0)
 
 
-def choose_for_codes(a: Codes, b: Codes) -> Backend:
-    """Return the backend of a (M, K) @ b (N, K)^T."""
+def multiplies(a: Codes, b: Codes) -> bool:
+    """Return whether FP4 tensor cores multiply a (M, K) @ b (N, K)^T."""
     one_scale = a.per_tensor_scale.dim() == b.per_tensor_scale.dim() == 0
-    if multiplies_codes(a.qdata.device) and one_scale and a.qdata.numel() > 0 and b.qdata.numel() > 0:
-        return Backend.SCALED_MM
-    return Backend.DECODED
+    return multiplies_codes(a.qdata.device) and one_scale and a.qdata.numel() > 0 and b.qdata.numel() > 0
 
 
 def has_grouped_fp4(device: torch.device) -> bool:
@@ -176,13 +175,6 @@ def fits_tensor_cores(a: Tensor, b: NVFP4Tensor) -> bool:
     else:
         one_scale = b.activation_spec is None or not b.activation_spec.row_scaled
     return a.dim() == 2 and one_scale and b.per_tensor_scale.dim() == 0 and a.numel() > 0 and b.numel() > 0
-
-
-def _fits_grouped_tensor_cores(x: Tensor, w: NVFP4Tensor) -> bool:
-    """Return whether x is bfloat16, w (with an activation_spec) has one scale per expert, and none is empty."""
-    assert w.activation_spec is not None
-    one_scale = not w.activation_spec.row_scaled and w.per_tensor_scale.dim() != 1
-    return x.dtype == torch.bfloat16 and one_scale and x.numel() * w.numel() > 0
 
 
 # --- requested backends ----------------------------------------------------------------------------------------------
@@ -211,6 +203,6 @@ def check_installed(backend: ProductBackend) -> None:
     """Raise a RuntimeError with the fix if fbgemm was requested and its op is missing."""
     if backend == ProductBackend.FBGEMM and fbgemm.product().op is None:
         raise RuntimeError(
-            f"ProductBackend.FBGEMM needs the op f4f4bf16 ({fbgemm.product()}): `pip install "
+            f"ProductBackend.FBGEMM needs the op f4f4bf16 ({fbgemm.product().text}): `pip install "
             "'nvfp4-tensor[fbgemm]'` in the release for this version of torch, or use ProductBackend.AUTO"
         )

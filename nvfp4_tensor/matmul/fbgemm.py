@@ -9,12 +9,12 @@ MSLK, its successor (``torch.ops.mslk``).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 import torch
 
@@ -22,17 +22,11 @@ _PACKAGES = {"fbgemm": ("fbgemm_gpu.experimental.gen_ai", "fbgemm-gpu-genai"), "
 """Namespace of the op: the module whose import registers it, and the distribution that contains it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """The op, or why there is none; ``str`` is the text in :func:`info`."""
+class Product(NamedTuple):
+    """The op, and what :func:`info` says of it: its package, or why there is none."""
 
     op: Callable[..., torch.Tensor] | None
-    package: str
-    reason: str
-    """Why the op is missing; empty if it is available."""
-
-    def __str__(self) -> str:
-        return f"f4f4bf16 of {self.package}" if self.op is not None else self.reason
+    text: str
 
 
 @functools.cache
@@ -43,9 +37,8 @@ def product() -> Product:
         found = _from_package(namespace, module, distribution)
         if found.op is not None:
             return found
-        if found.reason:
-            reasons.append(found.reason)
-    return Product(None, "", "; ".join(reasons) or "not installed")
+        reasons += [found.text] if found.text else []
+    return Product(None, "; ".join(reasons) or "not installed")
 
 
 def _from_package(namespace: str, module: str, distribution: str) -> Product:
@@ -53,22 +46,20 @@ def _from_package(namespace: str, module: str, distribution: str) -> Product:
     if op is None:
         try:
             if importlib.util.find_spec(module) is None:
-                return Product(None, "", "")
+                return Product(None, "")
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             absent = error.name is not None and module.startswith(error.name)
-            return Product(None, "", "" if absent else f"{distribution} does not import: {error}")
+            return Product(None, "" if absent else f"{distribution} does not import: {error}")
         except Exception as error:  # its library was built for another torch or GPU
             why = str(error.__cause__ or error).strip().splitlines()[0]
-            return Product(None, "", f"{distribution} does not import: {why}")
+            return Product(None, f"{distribution} does not import: {why}")
         op = _registered(namespace)
     try:
         package = f"{distribution} {version(distribution)}"
     except PackageNotFoundError:
         package = f"torch.ops.{namespace}"
-    if op is None:
-        return Product(None, "", f"{package} has no f4f4bf16")
-    return Product(op, package, "")
+    return Product(op, f"{package} has no f4f4bf16" if op is None else f"f4f4bf16 of {package}")
 
 
 def _registered(namespace: str) -> Callable[..., torch.Tensor] | None:

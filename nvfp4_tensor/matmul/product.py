@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nvfp4_tensor.matmul import fp8, scaled_mm
-from nvfp4_tensor.matmul.backends import Backend, choose, choose_for_codes, choose_grouped
+from nvfp4_tensor.matmul.backends import Backend, choose, choose_grouped, multiplies
 from nvfp4_tensor.numerics.codes import Codes, Decoded
 from nvfp4_tensor.numerics.hadamard import inverse_hadamard
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
@@ -40,7 +40,7 @@ _matmul = torch.ops.nvfp4.matmul.default
 
 def multiply(a: Left, b: Codes | Tensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Return a (M, K) @ b (N, K)^T + bias (N,), rounded once: (M, N). A dense operand is not quantized."""
-    if isinstance(a, Codes) and isinstance(b, Codes) and choose_for_codes(a, b).on_codes:
+    if isinstance(a, Codes) and isinstance(b, Codes) and multiplies(a, b):
         return scaled_mm.scaled_mm_product(a, b, bias, 1, out_dtype)
     if isinstance(b, Codes):
         x, factor = (a, None) if isinstance(a, Tensor) else decode_values(a)
@@ -52,11 +52,6 @@ def multiply(a: Left, b: Codes | Tensor, out_dtype: torch.dtype, bias: Tensor | 
     y = torch.mm(a, b.t().to(a.dtype)) if bias is None else torch.addmm(bias.to(a.dtype), a, b.t().to(a.dtype))
     # In torch 2.11's compiler, a cast to the same dtype as the output of an autograd.Function loses the gradient.
     return y if y.dtype == out_dtype else y.to(out_dtype)
-
-
-def multiply_across_blocks(a: Tensor, factor: Tensor | None, b: Codes, columns: int, out_dtype: torch.dtype) -> Tensor:
-    """Return factor * a (M, N) @ b (N, K), summed across the blocks of the decoded b: (M, columns)."""
-    return _matmul(a, factor, *b, None, columns, True, out_dtype)
 
 
 def decode_values(a: Codes | Decoded, columns: int | None = None) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from nvfp4_tensor.matmul.backends import multiplies_codes, reads_transposed
-from nvfp4_tensor.matmul.product import Left, decode_values, multiply, multiply_across_blocks
+from nvfp4_tensor.matmul.product import Left, decode_values, multiply
 from nvfp4_tensor.numerics.codes import Codes, Decoded
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
 from nvfp4_tensor.numerics.spec import QuantizeSpec
@@ -329,7 +329,7 @@ class LinearPlan:
             qdata, scale = torch.ops.nvfp4.transpose_codes(w.qdata, w.scale)
             return multiply(dy, Codes(qdata, scale, w.per_tensor_scale), dtype)[:, :K]
         values, factor = (dy, None) if isinstance(dy, Tensor) else decode_values(dy, N)
-        return multiply_across_blocks(values, factor, w, K, dtype)
+        return torch.ops.nvfp4.matmul(values, factor, *w, None, K, True, dtype)
 
 
 PLAIN = Tensor, nn.Parameter
