@@ -10,7 +10,6 @@ from helpers.instruction_sets import assert_same_bits, sample
 from nvfp4_tensor import QuantizeSpec, fake_quantize, quantize
 from nvfp4_tensor.numerics import eden, layout, philox, reference
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
-from nvfp4_tensor.ops.schemas import plain as ops
 
 EDEN = QuantizeSpec(round_mode="eden")
 STATE = torch.tensor([-7046029254386353131, 1442695040888963407])
@@ -92,20 +91,6 @@ def test_codes_and_corrections_are_those_of_float64(dtype, magnitude, ceiling):
     assert factor.item() == (amax / (6 * ceiling)).item()
 
 
-def test_draws_are_one_philox_a_rotation():
-    """Of t halfway between two bytes, whether it goes up is the top bit of the 16 that the contract names."""
-    t = torch.tensor([0.5 + 2**-5] * 8)  # between 0.5 and 0.5625
-    r16 = eden.scale_random_bits(3, 2, STATE, 1, 5, 256, 1000)
-    assert r16.shape == (3, 2, 8) and r16.min() >= 0 and r16.max() < 1 << 16
-    up = eden.round_scales(t, r16) != 0x30
-    assert torch.equal(up, r16 >= 1 << 15)
-    number = (5 + 2) * 8 + 2 + 1  # row 7 of 8 rotations a row, the third and fourth
-    counter = tuple(torch.tensor(value) for value in (number, 0, STATE[1].item() & 0xFFFFFFFF, 258))
-    seed = STATE[0].item()
-    words = philox.philox4x32_7(counter, tuple(torch.tensor(v & 0xFFFFFFFF) for v in (seed, seed >> 32)))
-    assert r16[2, 1].tolist() == [(int(words[i // 2]) >> 16 * (i % 2)) & 0xFFFF for i in range(8)]
-
-
 def test_every_scale_rounds_to_its_neighbours_in_proportion():
     values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     draws = torch.arange(1 << 16, dtype=torch.int32)
@@ -115,33 +100,6 @@ def test_every_scale_rounds_to_its_neighbours_in_proportion():
         assert up.sum().item() == quarter * (1 << 16)
         assert ((eden.round_scales(t.expand(1 << 16), draws) == byte) == ~up).all()
     assert (eden.round_scales(torch.tensor(448.0).expand(1 << 16), draws) == 126).all()
-
-
-@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
-def test_a_shard_has_the_bits_of_the_full_tensor(dtype):
-    x = sample((20, 1000), dtype)
-    amax = eden.amax(x, STATE)
-    codes, bits, _ = parts(x, amax)
-    for row, column, rows, columns in ((0, 0, 20, 128), (3, 256, 9, 384), (11, 896, 9, 104), (4, 640, 1, 360)):
-        piece = x[row : row + rows, column : column + columns]
-        of_piece = parts(piece, amax, EDEN, STATE, row, column, 1000)
-        last = -(-(column + columns) // 128) * 128
-        assert torch.equal(of_piece[0], codes[row : row + rows, column:last])
-        assert torch.equal(of_piece[1], bits[row : row + rows, column // 16 : last // 16])
-    with pytest.raises(ValueError, match="multiple of 128, where a rotation begins"):
-        ops.quantize(x, amax, STATE, EDEN.pack(), 0, 16, 1000)
-
-
-def test_a_rotation_that_is_not_finite_is_nan_and_the_others_as_without_it():
-    x = sample((4, 256), torch.float32)
-    amax = eden.amax(x, STATE)
-    codes, bits, _ = parts(x, amax)
-    x[1, 3], x[2, 200] = math.nan, -math.inf
-    broken_codes, broken_bits, _ = parts(x, amax)
-    codes[1, :128] = codes[2, 128:] = 0
-    bits[1, :8] = bits[2, 8:] = layout.E4M3_NAN
-    assert torch.equal(broken_codes, codes) and torch.equal(broken_bits, bits)
-    assert (parts(x, torch.tensor(math.nan))[1] == layout.E4M3_NAN).all()
 
 
 # --- the public ways -------------------------------------------------------------------------------------------------

@@ -148,18 +148,6 @@ def test_zeros_keep_a_scale_of_zero_and_ties_take_the_smaller():
     assert scales_of(torch.full((1, 16), 100.0), SEARCH, torch.tensor(1.0))[0].item() == 126  # a given amax saturates
 
 
-def test_blocks_that_are_not_finite_are_nan_and_the_others_as_without_them():
-    x = sample((4, 64), torch.float32)
-    amax = reference.amax(x)
-    alone, _ = scales_of(x, SEARCH, amax)
-    x[1, 3], x[2, 40] = math.nan, -math.inf
-    bits, _ = scales_of(x, SEARCH, amax)
-    alone[1, 0] = alone[2, 2] = layout.E4M3_NAN
-    assert torch.equal(bits, alone)
-    x[3, 48:] = 0  # zeros have a scale of zero, whatever the amax
-    assert (scales_of(x, SEARCH, torch.tensor(math.nan))[0] == layout.E4M3_NAN).sum() == 15
-
-
 def test_normal_data_are_kept_better_than_by_four_over_six():
     x = torch.randn(128, 1024, generator=torch.Generator().manual_seed(0))
     errors = []

@@ -12,6 +12,7 @@ NEAREST, TILES, EDEN = QuantizeSpec(), QuantizeSpec(block_rows=16), QuantizeSpec
 STOCHASTIC = QuantizeSpec(round_mode="stochastic")
 SEARCHED = QuantizeSpec(scale_search="mse")
 SHAPES = [(40, 48, 64), (37, 70, 50), (300, 144, 272)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def transformed(spec):
@@ -61,11 +62,14 @@ FORWARDS = {
 }
 
 
-@pytest.mark.parametrize("leading", [(40,), (37,), (3, 5), (2, 0), (2, 3, 4), ()], ids=str)
+LEADING = [(40,), (37,), (3, 5), (2, 0), (2, 3, 4), ()]
+
+
+@pytest.mark.parametrize("leading", LEADING, ids=str)
 @pytest.mark.parametrize("name", FORWARDS)
-@pytest.mark.parametrize("how", ["contiguous", "strided", "bias, drawn"])
-def test_train_linear_forward_is_its_parts(device, leading, name, how):
-    dtype = (torch.bfloat16, torch.float16, torch.float32)[(len(leading) + list(FORWARDS).index(name)) % 3]
+def test_train_linear_forward_is_its_parts(device, leading, name):
+    case = LEADING.index(leading) + list(FORWARDS).index(name)
+    dtype, how = DTYPES[case // 2 % 3], ("", "strided", "bias, drawn")[case % 3]
     x = torch.randn(*leading, 96, device=device).to(dtype)
     x = x[..., ::2] if how == "strided" else x[..., :48].contiguous()
     w, bias, state = torch.randn(32, 48, device=device).to(dtype), None, torch.tensor([7, 9], device=device)
@@ -90,8 +94,7 @@ BACKWARDS = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape, dtype", [*zip(SHAPES, DTYPES, strict=True)], ids=str)
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_train_linear_backward_is_its_parts(device, shape, dtype, name):
     arguments = backward_arguments(shape, dtype, device, *BACKWARDS[name])
