@@ -68,8 +68,8 @@ bool is_eden_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b,
          fits_quantize_pair_eden(codes_t);
 }
 
-// Values, their factor, and of the transpose codes, scales and factor, or values, no scales and factor. back: EDEN's
-// rotation of the values of the rows is taken back.
+// Values, their factor, and of the transpose codes, scales and factor, or values, an undefined tensor and factor. back:
+// EDEN's rotation of the values of the rows is taken back.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(Pair p, bool codes_t, bool back = false) {
   p.check("quantize_pair_values");
   const Tensor& x = p.x;
@@ -89,8 +89,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(Pair p, 
     Tensor values = dequantize(qdata, scale, std::nullopt, padded, ScalarType::BFloat16);
     if (back) values = rotate_back(values, *p.rng_state, width, p.col0);
     if (codes_t) return {values, factor, qdata_t, scale_t, factor_t};
-    return {values, factor, dequantize(qdata_t, scale_t, std::nullopt, width_t, ScalarType::BFloat16),
-            empty({0}, ScalarType::Float8_e4m3fn, x), factor_t};
+    return {values, factor, dequantize(qdata_t, scale_t, std::nullopt, width_t, ScalarType::BFloat16), Tensor(),
+            factor_t};
   }
   RawScratch parts;
   std::array<Amax, 2> from;
@@ -110,7 +110,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(Pair p, 
     CodeOutputs out({m.columns, 0}, m.columns, m.rows, x, of_columns.column_multiple());
     t = out.qdata, scale_t = out.scale, to.codes_transposed = out.codes();
   } else {
-    t = empty({m.columns, width_t}, ScalarType::BFloat16, x), scale_t = empty({0}, ScalarType::Float8_e4m3fn, x);
+    t = empty({m.columns, width_t}, ScalarType::BFloat16, x);
     to.values_transposed = t.mutable_data_ptr();
   }
   const auto how = p.quantization(m, from, factor, factor_t);
@@ -133,8 +133,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values_op(
     const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
     int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width,
     int64_t stream_t, int64_t stream) {
-  return quantize_pair_values(
+  auto results = quantize_pair_values(
       {x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t, stream}, codes_t);
+  if (!codes_t) std::get<3>(results) = empty({0}, ScalarType::Float8_e4m3fn, x);  // no scales
+  return results;
 }
 
 }  // namespace
