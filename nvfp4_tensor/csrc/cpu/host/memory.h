@@ -39,6 +39,11 @@ inline torch::stable::Tensor empty(const std::vector<int64_t>& shape, torch::hea
   return out;
 }
 
+inline torch::stable::Tensor empty(const std::vector<int64_t>& shape, torch::headeronly::ScalarType type,
+                                   const torch::stable::Tensor&) {
+  return empty(shape, type);
+}
+
 // f(begin, end) of units [0, count), at least `grain` at a time among torch's threads; so few are not worth a second.
 template <typename Function>
 void parallel(int64_t count, int64_t grain, Function f) {

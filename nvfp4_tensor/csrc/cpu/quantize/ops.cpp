@@ -2,15 +2,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <optional>
 #include <tuple>
 #include <vector>
 
-#include "arguments.h"
 #include "cpu/host/instruction_set.h"
 #include "cpu/host/memory.h"
 #include "numerics/eden.h"
-#include "ops.h"
+#include "quantization.h"
 
 namespace nvfp4 {
 namespace {
@@ -193,31 +191,14 @@ Plan make_plan(int64_t spec_bits, const std::optional<Tensor>& amax, const std::
   return plan;
 }
 
-struct Outputs {
-  Tensor qdata, scale;
-  Quantized pointers;
-
-  Outputs(const std::vector<int64_t>& leading, int64_t rows, int64_t blocks)
-      : qdata(empty(with_codes(leading, blocks), ScalarType::Byte)),
-        scale(empty({ceil_div(rows, kTileRows), ceil_div(blocks, kTileColumns), 32, 16}, ScalarType::Float8_e4m3fn)),
-        pointers{static_cast<uint8_t*>(qdata.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr()),
-                 scale.size(1)} {
-    const bool padded = rows % kTileRows || blocks % kTileColumns;
-    if (padded && pointers.scale) std::memset(pointers.scale, 0, scale.numel());
-  }
-
-  static std::vector<int64_t> with_codes(std::vector<int64_t> leading, int64_t blocks) {
-    leading.push_back(blocks * kBlock / 2);
-    return leading;
-  }
-};
+// Where kernels, which leave padding alone, write.
+Quantized pointers_of(CodeTensors& out) {
+  uint8_t* scales = out.scales();
+  if (out.is_padded() && scales) std::memset(scales, 0, out.scale.numel());
+  return {out.codes(), scales, out.scale.size(1)};
+}
 
 Tensor factor_of(const Plan& plan) { return scalar(per_tensor_scale(plan.tensor.amax, plan.spec.scale_ceiling)); }
-
-// Blocks per row, including those that a transform pads.
-int64_t stored_blocks(const Matrix& m, const Plan& plan) {
-  return plan.spec.is_eden() ? rotations_of(m) * kRotationBlocks : m.blocks();
-}
 
 // Units of Kernels::quantize, and the elements of one.
 std::pair<int64_t, int64_t> quantize_units(const Matrix& m, const Plan& plan) {
@@ -233,32 +214,19 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   const Plan plan = make_plan(spec, amax, rng_state, int(stream), x, m, row0, col0, full_width);
-  std::vector<int64_t> leading = with_last(x, 0);
-  leading.pop_back();
-  const Outputs out(leading, m.rows, stored_blocks(m, plan));
+  CodeTensors out(with_last(x, 0), m.rows, m.columns, x, plan.spec.column_multiple());
+  const Quantized to = pointers_of(out);
   const auto [units, elements] = quantize_units(m, plan);
-  each_unit(units, elements,
-            [&](int64_t begin, int64_t end) { kernels().quantize(m, plan, out.pointers, begin, end); });
+  each_unit(units, elements, [&](int64_t begin, int64_t end) { kernels().quantize(m, plan, to, begin, end); });
   return {out.qdata, out.scale, factor_of(plan)};
 }
 
 // --- quantize, each row by itself ------------------------------------------------------------------------------------
 
-constexpr int64_t kRowScaledBit = 1 << 13;  // of QuantizeSpec.pack()
-
-QuantizeSpec row_spec_of(int64_t bits) {  // without that bit
-  NVFP4_CHECK(QuantizeSpec::is_packed(bits & ~kRowScaledBit),
-              "spec is what QuantizeSpec.pack() gives, and that is never ", bits);
-  return QuantizeSpec::unpack(bits & ~kRowScaledBit);
-}
-
 // The given amaxes, one per row; empty where each row is to find its own.
 std::vector<float> row_amaxes(const std::optional<Tensor>& amax, int64_t rows, const Tensor& x) {
   if (!amax.has_value()) return {};
-  check_beside(*amax, "amax", x);
-  NVFP4_CHECK(amax->dim() == 1 && amax->size(0) == rows && amax->scalar_type() == ScalarType::Float,
-              "amax is float32 (", rows, ",), one a row, not ", text_of(*amax));
-  const Tensor ordered = in_order(*amax);
+  const Tensor ordered = row_amaxes_of(*amax, rows, x);
   std::vector<float> values(rows);
   if (rows) std::memcpy(values.data(), ordered.const_data_ptr(), rows * sizeof(float));
   for (const float most : values) {
@@ -283,16 +251,14 @@ std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<
                                                  std::optional<Tensor> rng_state, int64_t spec, int64_t row0,
                                                  int64_t col0, int64_t full_width, int64_t stream) {
   NVFP4_CHECK(spec & kRowScaledBit, "quantize_rows takes a spec with row_scaled=True");
-  row_spec_of(spec);  // or an error that names the given number
+  row_spec_of(spec);  // or an error
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   Plan plan = unscaled_plan(spec & ~kRowScaledBit, rng_state, int(stream), x, m, row0, col0, full_width);
-  NVFP4_CHECK(plan.spec.block_rows == 1 && !plan.spec.is_eden(), "rows are scaled in 1x16 blocks, without EDEN");
   plan.banded = false;
   const std::vector<float> given = row_amaxes(amax, m.rows, x);
-  std::vector<int64_t> leading = with_last(x, 0);
-  leading.pop_back();
-  const Outputs out(leading, m.rows, m.blocks());
+  CodeTensors out(with_last(x, 0), m.rows, m.columns, x);
+  const Quantized to = pointers_of(out);
   const Tensor factors = empty({m.rows}, ScalarType::Float);
   float* factor = static_cast<float*>(factors.mutable_data_ptr());
   const int64_t groups = groups_of(1, m.blocks());
@@ -306,33 +272,10 @@ std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<
       own.tensor = TensorScale::of(most, plan.spec.scale_ceiling);
       own.first_block = plan.first_block + r * plan.row_blocks;
       factor[r] = per_tensor_scale(own.tensor.amax, plan.spec.scale_ceiling);
-      if (m.columns) kernels().quantize(row, own, row_of(out.pointers, r, m.blocks()), 0, groups);
+      if (m.columns) kernels().quantize(row, own, row_of(to, r, m.blocks()), 0, groups);
     }
   });
   return {out.qdata, out.scale, factors};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair(const Tensor& x, std::optional<Tensor> amax,
-                                                                         std::optional<Tensor> amax_t,
-                                                                         std::optional<Tensor> rng_state, int64_t spec,
-                                                                         int64_t spec_t, int64_t row0, int64_t col0,
-                                                                         int64_t full_rows, int64_t full_width,
-                                                                         int64_t stream_t, int64_t stream) {
-  NVFP4_CHECK(x.dim() == 2, "quantize_pair takes a matrix");
-  check_transposed_offset(row0, full_rows);
-  const Rows rows(x);
-  const Matrix& m = rows.matrix;
-  const Matrix transposed{m.data, m.columns, m.rows, 0, m.dtype};
-  NVFP4_CHECK(amax.has_value() == amax_t.has_value(), "amax and amax_t are given together, or neither is");
-  if (!amax) std::tie(amax, amax_t) = amax_pair(x, rng_state, spec, spec_t, row0, col0);
-  const Plan plan = make_plan(spec, amax, rng_state, int(stream), x, m, row0, col0, full_width);
-  const Plan plan_t = make_plan(spec_t, amax_t, rng_state, int(stream_t), x, transposed, col0, row0, full_rows);
-  const Outputs out({m.rows}, m.rows, stored_blocks(m, plan));
-  const Outputs out_t({m.columns}, m.columns, stored_blocks(transposed, plan_t));
-  each_unit(pair_units(m), kPairRows * kPairColumns, [&](int64_t begin, int64_t end) {
-    kernels().quantize_pair(m, plan, out.pointers, plan_t, out_t.pointers, begin, end);
-  });
-  return {out.qdata, out.scale, factor_of(plan), out_t.qdata, out_t.scale, factor_of(plan_t)};
 }
 
 // --- dequantize, fake quantize ---------------------------------------------------------------------------------------
@@ -379,7 +322,7 @@ std::tuple<Tensor, Tensor> fake_quantize(const Tensor& x, const Tensor& amax, st
   const Rows rows(x);
   const Matrix& m = rows.matrix;
   const Plan plan = make_plan(spec, amax, rng_state, 0, x, m, row0, col0, full_width);
-  const int64_t columns = plan.spec.hadamard_sign < 0 ? m.columns : m.blocks() * kBlock;
+  const int64_t columns = columns_of_values(plan.spec, m.columns);
   Tensor out = empty(with_last(x, columns), type);
   const Tensor factor = factor_of(plan);
   const float* factor_data = scaled ? static_cast<const float*>(factor.const_data_ptr()) : nullptr;
@@ -397,30 +340,10 @@ std::tuple<Tensor, Tensor> quantize_activation(const Tensor& x, std::optional<Te
                                                ScalarType type) {
   if (spec & kRowScaledBit) {
     const auto [qdata, scale, factors] = quantize_rows(x, std::nullopt, rng_state, spec, 0, 0, 0, 0);
-    const bool transformed = row_spec_of(spec).hadamard_sign >= 0;  // fills the padding
-    return {dequantize(qdata, scale, std::nullopt, transformed ? qdata.size(qdata.dim() - 1) * 2 : x.size(x.dim() - 1),
-                       type),
+    return {dequantize(qdata, scale, std::nullopt, columns_of_values(row_spec_of(spec), x.size(x.dim() - 1)), type),
             factors};
   }
   return fake_quantize(x, own_amax(x, spec_of(spec), rng_state, 0), rng_state, spec, type, false, 0, 0, 0);
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(
-    const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
-    int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width,
-    int64_t stream_t, int64_t stream) {
-  const auto [qdata, scale, factor, qdata_t, scale_t, factor_t] = quantize_pair(
-      x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t, stream);
-  const auto values_of = [](const Tensor& codes, const Tensor& scales, int64_t columns, int64_t bits) {
-    const QuantizeSpec how = spec_of(bits);
-    const bool transformed = how.is_eden() || how.hadamard_sign >= 0;  // fills the padding
-    const int64_t stored = codes.size(codes.dim() - 1) * 2;
-    return dequantize(codes, scales, std::nullopt, transformed ? stored : columns, ScalarType::BFloat16);
-  };
-  const Tensor values = values_of(qdata, scale, x.size(1), spec);
-  if (codes_t) return {values, factor, qdata_t, scale_t, factor_t};
-  return {values, factor, values_of(qdata_t, scale_t, x.size(0), spec_t), empty({0}, ScalarType::Float8_e4m3fn),
-          factor_t};
 }
 
 }  // namespace
@@ -439,21 +362,36 @@ std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& sc
   return {to<Tensor>(values[0]), to<Tensor>(values[1])};
 }
 
-InputTensors quantize_input(const Tensor& x, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
-                            int64_t stream, int64_t stream_t) {
-  return quantize_pair_values(x, std::nullopt, std::nullopt, rng_state, spec, spec_t, true, 0, 0, 0, 0, stream_t,
-                              stream);
+PairTensors quantize_pair(Pair p) {
+  p.check("quantize_pair");
+  const Rows rows(p.x);
+  const Matrix& m = rows.matrix;
+  const Matrix t{m.data, m.columns, m.rows, 0, m.dtype};
+  if (!p.amax) std::tie(p.amax, p.amax_t) = amax_pair(p.x, p.rng_state, p.spec, p.spec_t, p.row0, p.col0);
+  const Plan plan = make_plan(p.spec, p.amax, p.rng_state, int(p.stream), p.x, m, p.row0, p.col0, p.full_width);
+  const Plan plan_t = make_plan(p.spec_t, p.amax_t, p.rng_state, int(p.stream_t), p.x, t, p.col0, p.row0, p.full_rows);
+  CodeTensors out({m.rows, 0}, m.rows, m.columns, p.x, plan.spec.column_multiple());
+  CodeTensors out_t({m.columns, 0}, m.columns, m.rows, p.x, plan_t.spec.column_multiple());
+  const Quantized to = pointers_of(out), to_t = pointers_of(out_t);
+  each_unit(pair_units(m), kPairRows * kPairColumns,
+            [&](int64_t begin, int64_t end) { kernels().quantize_pair(m, plan, to, plan_t, to_t, begin, end); });
+  return {out.qdata, out.scale, factor_of(plan), out_t.qdata, out_t.scale, factor_of(plan_t)};
 }
 
-GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
-                                  int64_t stream, int64_t stream_t) {
-  auto [values, factor, values_t, no_scales, factor_t] = quantize_pair_values(
-      dy, std::nullopt, std::nullopt, rng_state, spec, spec_t, false, 0, 0, 0, 0, stream_t, stream);
-  if (spec_of(spec).is_eden()) {
-    Tensor back = nvfp4::rotate(torch::stable::to(values, ScalarType::Float), *rng_state, true, 0);
-    values = torch::stable::to(torch::stable::narrow(back, 1, 0, dy.size(1)), ScalarType::BFloat16);
+InputTensors quantize_pair_values(Pair p, bool codes_t, bool back) {
+  const auto [qdata, scale, factor, qdata_t, scale_t, factor_t] = quantize_pair(p);
+  const auto values_of = [](const Tensor& codes, const Tensor& scales, const QuantizeSpec& spec, int64_t columns) {
+    return dequantize(codes, scales, std::nullopt, columns_of_values(spec, columns), ScalarType::BFloat16);
+  };
+  const QuantizeSpec spec = spec_of(p.spec);
+  Tensor values = values_of(qdata, scale, spec, p.x.size(1));
+  if (back && spec.is_eden()) {
+    values = nvfp4::rotate(torch::stable::to(values, ScalarType::Float), *p.rng_state, true, 0);
+    values = torch::stable::to(torch::stable::narrow(values, 1, 0, p.x.size(1)), ScalarType::BFloat16);
   }
-  return {values, factor, values_t, factor_t};
+  if (codes_t) return {values, factor, qdata_t, scale_t, factor_t};
+  return {values, factor, values_of(qdata_t, scale_t, spec_of(p.spec_t), p.x.size(0)),
+          empty({0}, ScalarType::Float8_e4m3fn), factor_t};
 }
 
 }  // namespace ops
@@ -466,8 +404,8 @@ STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CPU, m) {
   m.impl("rotate", TORCH_BOX(&rotate));
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("quantize_rows", TORCH_BOX(&quantize_rows));
-  m.impl("quantize_pair", TORCH_BOX(&quantize_pair));
-  m.impl("quantize_pair_values", TORCH_BOX(&quantize_pair_values));
+  m.impl("quantize_pair", TORCH_BOX(&ops::quantize_pair_op));
+  m.impl("quantize_pair_values", TORCH_BOX(&ops::quantize_pair_values_op));
   m.impl("dequantize", TORCH_BOX(&dequantize));
   m.impl("fake_quantize", TORCH_BOX(&fake_quantize));
   m.impl("quantize_activation", TORCH_BOX(&quantize_activation));

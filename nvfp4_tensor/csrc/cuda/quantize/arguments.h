@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cuda/host/tensors.h"
-#include "ops.h"
+#include "quantization.h"
 
 namespace nvfp4 {
 
@@ -52,27 +52,14 @@ inline bool is_fast(const QuantizeSpec& spec) { return is_fast_mode(spec) && is_
 // The packed spec of what is already transformed.
 inline int64_t without_hadamard(int64_t spec) { return spec & ~(int64_t{0xFFFF} << 16 | 1 << 9); }
 
-// Codes of a shape whose last number is not yet known, and scales.
-struct CodeOutputs {
-  int64_t rows, blocks;
-  Tensor qdata, scale;
+struct CodeOutputs : CodeTensors {
+  using CodeTensors::CodeTensors;
 
-  CodeOutputs(std::vector<int64_t> shape, int64_t row_count, int64_t columns, const Tensor& like,
-              int64_t multiple = kBlock)
-      : rows(row_count),
-        blocks(ceil_div(columns, multiple) * (multiple / kBlock)),
-        qdata(empty((shape.back() = blocks * kBlock / 2, shape), ScalarType::Byte, like)),
-        scale(empty({ceil_div(rows, kTileRows), ceil_div(blocks, kTileColumns), 32, 16}, ScalarType::Float8_e4m3fn,
-                    like)) {}
-
-  Codes codes() {
-    return {static_cast<uint8_t*>(qdata.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr())};
-  }
+  Codes operator()() { return {codes(), scales()}; }
 
   // For a kernel that leaves the padding alone.
   void clear_padding(cudaStream_t stream) {
-    if (rows % kTileRows == 0 && blocks % kTileColumns == 0) return;
-    cudaMemsetAsync(scale.mutable_data_ptr(), 0, static_cast<size_t>(scale.numel()), stream);
+    if (is_padded()) cudaMemsetAsync(scales(), 0, static_cast<size_t>(scale.numel()), stream);
   }
 };
 
@@ -98,12 +85,6 @@ struct CodeInputs {
             shape.blocks};
   }
 };
-
-// A transform fills the padding of the last columns that it takes together, so what it returns keeps it.
-inline int64_t columns_of_values(const QuantizeSpec& spec, int64_t columns) {
-  const int together = spec.is_eden() ? kRotation : spec.hadamard_sign >= 0 ? kBlock : 1;
-  return ceil_div(columns, together) * together;
-}
 
 // Codes, block scales and factor of x. Without amax: that of x (or of its transform).
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tensor> amax,

@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
                       : !plain           ? launch_quantize_chosen
                       : by_rows          ? launch_quantize_rows
                                          : launch_quantize_tiles;
-  launch(m, how, out.codes(), stream);
+  launch(m, how, out(), stream);
   check_launched("nvfp4::quantize");
   return {out.qdata, out.scale, factor};
 }
@@ -46,14 +46,6 @@ std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, std::optional<Tenso
 namespace {
 
 // --- quantize, each row by itself ------------------------------------------------------------------------------------
-
-constexpr int64_t kRowScaledBit = 1 << 13;  // of QuantizeSpec.pack()
-
-QuantizeSpec row_spec_of(int64_t bits) {  // without that bit
-  const QuantizeSpec spec = spec_of(bits & ~kRowScaledBit);
-  NVFP4_CHECK(spec.block_rows == 1 && !spec.is_eden(), "rows are scaled in 1x16 blocks, without EDEN");
-  return spec;
-}
 
 // Whether the kernel that finds a row's amax itself serves.
 bool is_one_pass(const Matrix& m, const QuantizeSpec& spec) {
@@ -74,12 +66,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<
     return quantize_rows(hadamard(x, sign), amax, rng_state, without_hadamard(spec), row0, col0, full_width,
                          random_stream);
   }
-  if (amax) {
-    check_beside(*amax, "amax", x);
-    NVFP4_CHECK(amax->dim() == 1 && amax->size(0) == m.rows && amax->scalar_type() == ScalarType::Float,
-                "amax is float32 (", m.rows, ",), one per row, not ", text_of(*amax));
-    amax = in_order(*amax);
-  }
+  if (amax) amax = row_amaxes_of(*amax, m.rows, x);
   CodeOutputs out(with_last(x, 0), m.rows, m.columns, x);
   Tensor factors = empty({m.rows}, ScalarType::Float, x);
   const Amax given{amax ? static_cast<const float*>(amax->const_data_ptr()) : nullptr};
@@ -87,13 +74,13 @@ std::tuple<Tensor, Tensor, Tensor> quantize_rows(const Tensor& x, std::optional<
                                   {row0, col0, full_width}, factors);
   how.per_row = true;
   if (is_one_pass(m, unpacked)) {
-    launch_quantize_scaled_rows(m, how, out.codes(), nullptr, stream);
+    launch_quantize_scaled_rows(m, how, out(), nullptr, stream);
   } else {
     out.clear_padding(stream);
     Tensor amaxes = empty({m.rows}, ScalarType::Float, x);
     launch_row_amax(m, how.amax, unpacked.scale_ceiling, floats(amaxes), how.per_tensor_scale, stream);
     how.amax = floats(amaxes);
-    launch_quantize_any(m, how, out.codes(), stream);
+    launch_quantize_any(m, how, out(), stream);
   }
   check_launched("nvfp4::quantize_rows");
   return {out.qdata, out.scale, factors};
@@ -217,7 +204,7 @@ std::tuple<Tensor, Tensor> transpose_codes(const Tensor& qdata, const Tensor& sc
   const CodeInputs in(qdata, scale, std::nullopt, qdata.size(1) * 2);
   const int64_t columns = in.shape.blocks * kBlock;
   CodeOutputs out({columns, 0}, columns, in.shape.rows, qdata);
-  launch_transpose_codes(in(), out.codes(), current_stream(qdata));
+  launch_transpose_codes(in(), out(), current_stream(qdata));
   check_launched("nvfp4::transpose_codes");
   return {out.qdata, out.scale};
 }

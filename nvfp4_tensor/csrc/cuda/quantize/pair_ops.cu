@@ -6,31 +6,17 @@ namespace nvfp4 {
 
 namespace {
 
-// What both ops take.
-struct Pair {
-  const Tensor& x;
-  std::optional<Tensor> amax, amax_t;
-  const std::optional<Tensor>& rng_state;
-  int64_t spec, spec_t, row0, col0, full_rows, full_width, stream_t, stream;
+PairQuantization quantization_of(const ops::Pair& p, const Matrix& m, const std::array<Amax, 2>& from, Tensor& factor,
+                                 Tensor& factor_t) {
+  return {quantization(spec_of(p.spec), from[0], p.rng_state, p.stream, p.x, m.rows, m.columns,
+                       {p.row0, p.col0, p.full_width}, factor),
+          quantization(spec_of(p.spec_t), from[1], p.rng_state, p.stream_t, p.x, m.columns, m.rows,
+                       {p.col0, p.row0, p.full_rows}, factor_t)};
+}
 
-  void check(const char* op) const {
-    NVFP4_CHECK(x.dim() == 2, op, " takes a matrix");
-    NVFP4_CHECK(amax.has_value() == amax_t.has_value(), "amax and amax_t are given together, or neither is");
-    check_transposed_offset(row0, full_rows);
-  }
-
-  void find_amaxes() {
-    if (!amax) std::tie(amax, amax_t) = amax_pair(x, rng_state, spec, spec_t, row0, col0);
-  }
-
-  PairQuantization quantization(const Matrix& m, const std::array<Amax, 2>& from, Tensor& factor,
-                                Tensor& factor_t) const {
-    return {nvfp4::quantization(spec_of(spec), from[0], rng_state, stream, x, m.rows, m.columns,
-                                {row0, col0, full_width}, factor),
-            nvfp4::quantization(spec_of(spec_t), from[1], rng_state, stream_t, x, m.columns, m.rows,
-                                {col0, row0, full_rows}, factor_t)};
-  }
-};
+void find_amaxes(ops::Pair& p) {
+  if (!p.amax) std::tie(p.amax, p.amax_t) = amax_pair(p.x, p.rng_state, p.spec, p.spec_t, p.row0, p.col0);
+}
 
 // searches: whether the kernel knows a search over the scales of the rows, of those to nearest.
 bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b, bool searches = false) {
@@ -40,27 +26,6 @@ bool is_fast_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b,
          (!a.is_stochastic() || a.random_bits == b.random_bits) && a.hadamard_sign < 0;
 }
 
-using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-SixTensors quantize_pair(Pair p) {
-  p.check("quantize_pair");
-  p.find_amaxes();
-  const OnDeviceOf guard(p.x);
-  const CudaRows rows(p.x);
-  const Matrix& m = rows.matrix;
-  if (!is_fast_pair(m, spec_of(p.spec), spec_of(p.spec_t))) {
-    const Tensor x_t = transposed(p.x, m, spec_of(p.spec_t).hadamard_sign);
-    return std::tuple_cat(
-        quantize(p.x, p.amax, p.rng_state, p.spec, p.row0, p.col0, p.full_width, p.stream),
-        quantize(x_t, p.amax_t, p.rng_state, without_hadamard(p.spec_t), p.col0, p.row0, p.full_rows, p.stream_t));
-  }
-  CodeOutputs out({m.rows, 0}, m.rows, m.columns, p.x), out_t({m.columns, 0}, m.columns, m.rows, p.x);
-  Tensor factor = empty_scalar(p.x), factor_t = empty_scalar(p.x);
-  const auto how = p.quantization(m, {amax_given(*p.amax, p.x), amax_given(*p.amax_t, p.x)}, factor, factor_t);
-  launch_quantize_pair(m, how, {nullptr, nullptr, out.codes(), out_t.codes()}, current_stream(p.x));
-  check_launched("nvfp4::quantize_pair");
-  return {out.qdata, out.scale, factor, out_t.qdata, out_t.scale, factor_t};
-}
-
 // Whether launch_quantize_pair_eden serves.
 bool is_eden_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b, bool codes_t) {
   const bool nearest = a.round_mode == RoundingMode::kNearestEven && a.four_over_six == FourOverSix::kNone;
@@ -68,9 +33,31 @@ bool is_eden_pair(const Matrix& m, const QuantizeSpec& a, const QuantizeSpec& b,
          fits_quantize_pair_eden(codes_t);
 }
 
-// Values, their factor, and of the transpose codes, scales and factor, or values, an undefined tensor and factor. back:
-// EDEN's rotation of the values of the rows is taken back.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(Pair p, bool codes_t, bool back = false) {
+}  // namespace
+
+namespace ops {
+
+PairTensors quantize_pair(Pair p) {
+  p.check("quantize_pair");
+  find_amaxes(p);
+  const OnDeviceOf guard(p.x);
+  const CudaRows rows(p.x);
+  const Matrix& m = rows.matrix;
+  if (!is_fast_pair(m, spec_of(p.spec), spec_of(p.spec_t))) {
+    const Tensor x_t = transposed(p.x, m, spec_of(p.spec_t).hadamard_sign);
+    return std::tuple_cat(nvfp4::quantize(p.x, p.amax, p.rng_state, p.spec, p.row0, p.col0, p.full_width, p.stream),
+                          nvfp4::quantize(x_t, p.amax_t, p.rng_state, without_hadamard(p.spec_t), p.col0, p.row0,
+                                          p.full_rows, p.stream_t));
+  }
+  CodeOutputs out({m.rows, 0}, m.rows, m.columns, p.x), out_t({m.columns, 0}, m.columns, m.rows, p.x);
+  Tensor factor = empty_scalar(p.x), factor_t = empty_scalar(p.x);
+  const auto how = quantization_of(p, m, {amax_given(*p.amax, p.x), amax_given(*p.amax_t, p.x)}, factor, factor_t);
+  launch_quantize_pair(m, how, {nullptr, nullptr, out(), out_t()}, current_stream(p.x));
+  check_launched("nvfp4::quantize_pair");
+  return {out.qdata, out.scale, factor, out_t.qdata, out_t.scale, factor_t};
+}
+
+InputTensors quantize_pair_values(Pair p, bool codes_t, bool back) {
   p.check("quantize_pair_values");
   const Tensor& x = p.x;
   const OnDeviceOf guard(x);
@@ -89,13 +76,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(Pair p, 
     Tensor values = dequantize(qdata, scale, std::nullopt, padded, ScalarType::BFloat16);
     if (back) values = rotate_back(values, *p.rng_state, width, p.col0);
     if (codes_t) return {values, factor, qdata_t, scale_t, factor_t};
-    return {values, factor, dequantize(qdata_t, scale_t, std::nullopt, width_t, ScalarType::BFloat16), Tensor(),
-            factor_t};
+    return {values, factor, dequantize(qdata_t, scale_t, std::nullopt, width_t, ScalarType::BFloat16),
+            empty({0}, ScalarType::Float8_e4m3fn, x), factor_t};
   }
   RawScratch parts;
   std::array<Amax, 2> from;
   if (p.amax || (!eden && of_columns.hadamard_sign < 0)) {
-    p.find_amaxes();
+    find_amaxes(p);
     from = {amax_given(*p.amax, x), amax_given(*p.amax_t, x)};
   } else if (eden) {
     const auto rotations = rotations_of_pair(x, p.rng_state, of_rows, of_columns, p.row0, p.col0);
@@ -108,12 +95,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(Pair p, 
   PairOutputs to{values.mutable_data_ptr(), nullptr, {}, {}};
   if (codes_t) {
     CodeOutputs out({m.columns, 0}, m.columns, m.rows, x, of_columns.column_multiple());
-    t = out.qdata, scale_t = out.scale, to.codes_transposed = out.codes();
+    t = out.qdata, scale_t = out.scale, to.codes_transposed = out();
   } else {
-    t = empty({m.columns, width_t}, ScalarType::BFloat16, x);
+    t = empty({m.columns, width_t}, ScalarType::BFloat16, x), scale_t = empty({0}, ScalarType::Float8_e4m3fn, x);
     to.values_transposed = t.mutable_data_ptr();
   }
-  const auto how = p.quantization(m, from, factor, factor_t);
+  const auto how = quantization_of(p, m, from, factor, factor_t);
   if (eden) {
     launch_quantize_pair_eden(m, how, back, to, stream);
   } else {
@@ -123,43 +110,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values(Pair p, 
   return {values, factor, t, scale_t, factor_t};
 }
 
-SixTensors quantize_pair_op(const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t,
-                            std::optional<Tensor> rng_state, int64_t spec, int64_t spec_t, int64_t row0, int64_t col0,
-                            int64_t full_rows, int64_t full_width, int64_t stream_t, int64_t stream) {
-  return quantize_pair({x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t, stream});
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> quantize_pair_values_op(
-    const Tensor& x, std::optional<Tensor> amax, std::optional<Tensor> amax_t, std::optional<Tensor> rng_state,
-    int64_t spec, int64_t spec_t, bool codes_t, int64_t row0, int64_t col0, int64_t full_rows, int64_t full_width,
-    int64_t stream_t, int64_t stream) {
-  auto results = quantize_pair_values(
-      {x, amax, amax_t, rng_state, spec, spec_t, row0, col0, full_rows, full_width, stream_t, stream}, codes_t);
-  if (!codes_t) std::get<3>(results) = empty({0}, ScalarType::Float8_e4m3fn, x);  // no scales
-  return results;
-}
-
-}  // namespace
-
-namespace ops {
-
-InputTensors quantize_input(const Tensor& x, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
-                            int64_t stream, int64_t stream_t) {
-  return quantize_pair_values({x, {}, {}, rng_state, spec, spec_t, 0, 0, 0, 0, stream_t, stream}, true);
-}
-
-GradientTensors quantize_gradient(const Tensor& dy, const OptionalTensor& rng_state, int64_t spec, int64_t spec_t,
-                                  int64_t stream, int64_t stream_t) {
-  auto [values, factor, values_t, no_scales, factor_t] = quantize_pair_values(
-      {dy, {}, {}, rng_state, spec, spec_t, 0, 0, 0, 0, stream_t, stream}, false, true);
-  return {values, factor, values_t, factor_t};
-}
-
 }  // namespace ops
 
 STABLE_TORCH_LIBRARY_IMPL(NVFP4_OPS, CUDA, m) {
-  m.impl("quantize_pair", TORCH_BOX(&quantize_pair_op));
-  m.impl("quantize_pair_values", TORCH_BOX(&quantize_pair_values_op));
+  m.impl("quantize_pair", TORCH_BOX(&ops::quantize_pair_op));
+  m.impl("quantize_pair_values", TORCH_BOX(&ops::quantize_pair_values_op));
 }
 
 }  // namespace nvfp4
