@@ -103,19 +103,14 @@ def humming_model(model: Llama) -> None:
     model.head = head
 
 
-def int4_model(model: Llama, head: bool = False) -> None:
-    """Quantize the blocks, and the output layer if asked, to torchao's int4 of groups of 128, for its tinygemm."""
+def int4_model(model: Llama) -> None:
+    """Quantize the blocks to torchao's int4 of groups of 128, for its tinygemm."""
     from torchao.quantization import Int4WeightOnlyConfig, quantize_
 
-    config = Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
-    quantize_(model if head else model.layers, config)
+    quantize_(model.layers, Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
 
 
-MODELS: dict[str, Callable[[Llama], None]] = {
-    "torchao int4": int4_model,
-    "torchao int4, head": functools.partial(int4_model, head=True),
-    HUMMING: humming_model,
-}
+MODELS: dict[str, Callable[[Llama], None]] = {"torchao int4": int4_model, HUMMING: humming_model}
 """Changes of a Llama in place, by the weights that it has then. humming's starts from NVFP4."""
 
 

@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import random
 import time
@@ -38,7 +37,7 @@ from torch import Tensor
 from benchmarks.accuracy.subjects import Evaluation, peak_gb
 from benchmarks.accuracy.texts import WINDOW, least_shared, package_folders, without_shared
 from benchmarks.harness import at_least, record, result_path, save, table
-from nvfp4_tensor.checkpoints.models.opening import open_model, open_tokenizer
+from nvfp4_tensor.checkpoints.models.opening import open_model
 from tutorials import train_llama
 from tutorials.train_llama import SHAPES, Settings, Trainer
 
@@ -239,21 +238,20 @@ def as_transformers(trainer: Trainer) -> Any:
 def finish(trainer: Trainer, folder: Path, texts: dict[str, Any], log: dict[str, Any], out: Path | None) -> None:
     """Write the model, and a result of its losses on the texts."""
     as_transformers(trainer).save_pretrained(folder)
-    model, tokenizer = open_model(folder).to(trainer.settings.device), open_tokenizer(folder)
+    model = open_model(folder).to(trainer.settings.device)
     evaluation = Evaluation(model, {name: tokens.long() for name, tokens in texts["evaluation"].items()})
     rows: list[dict[str, Any]] = []
     for name, tokens in texts["evaluation"].items():
         loss = torch.cat(evaluation.loss[name]).double().mean().item()
-        bits = loss * len(tokens) / len(tokenizer.decode(tokens.long()).encode()) / math.log(2)
-        rows.append({"text": name, "tokens": len(tokens), "loss": loss, "bits_per_byte": bits})
+        rows.append({"text": name, "tokens": len(tokens), "loss": loss})
     device = torch.device(trainer.settings.device)
     log |= {"rows": rows, "peak_gb": peak_gb(device)}
     (folder / "training.json").write_text(json.dumps(log, indent=1) + "\n")
-    cells = [(r["text"], f"{r['tokens']:,}", f"{r['loss']:.4f}", f"{r['bits_per_byte']:.4f}") for r in rows]
+    cells = [(row["text"], f"{row['tokens']:,}", f"{row['loss']:.4f}") for row in rows]
     text = (
         f"{log['parameters'] / 1e6:.1f} M parameters, {log['training_tokens'] / 1e6:.1f} M tokens of text, "
         f"{log['steps']} steps of {log['settings']['batch'] * WINDOW:,}, {log['seconds'] / 60:.1f} minutes\n"
-        f"{table(('text', 'tokens', 'nats per token', 'bits per byte'), cells)}"
+        f"{table(('text', 'tokens', 'nats per token'), cells)}"
     )
     print(f"{text}\nfinished: {folder}")
     save(result_path(device, folder.name, out), record(device, **log), text)

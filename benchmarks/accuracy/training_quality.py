@@ -68,11 +68,10 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Run(Job):
-    """A run and its result: the validation loss in nats per byte, seconds, and means of the training loss."""
+    """A run and its result: the validation loss in nats per byte, and seconds."""
 
     validation: float
     seconds: float
-    points: list[dict]
 
 
 def trunk_of(job: Job, settings: Settings, text: tuple[Tensor, Tensor], branch: float) -> GraphTrainer:
@@ -96,10 +95,7 @@ def train_one(job: Job, settings: Settings, text: tuple[Tensor, Tensor], trunk: 
     trainer.train()
     trainer.settings = dataclasses.replace(settings, batch=VALIDATION_BATCH)
     validation = trainer.validate(VALIDATION_WINDOWS)
-    every = max(settings.steps // 16, 1)
-    parts = trainer.losses.cpu().split(every)
-    points = [{"step": (i + 1) * every, "training": part.mean().item()} for i, part in enumerate(parts)]
-    return Run(**dataclasses.asdict(job), validation=validation, seconds=time.perf_counter() - start, points=points)
+    return Run(**dataclasses.asdict(job), validation=validation, seconds=time.perf_counter() - start)
 
 
 # --- all runs --------------------------------------------------------------------------------------------------------
