@@ -124,12 +124,6 @@ int faults_of_plans(const Tiling& tiling, int most_blocks) {
 }
 
 int main(int, char** arguments) {
-  if (arguments[1][0] == 'd') {  // the cost of a product whose weight is decoded first
-    int n[4];
-    for (int i = 0; i < 4; ++i) n[i] = std::atoi(arguments[2 + i]);
-    std::printf("%ld\n", long(decoded_cost({1, n[0], n[1], n[2], n[0], false}, n[3])));
-    return 0;
-  }
   if (arguments[1][0] == 'c') {  // a choice in words; which kernels fit
     int n[8];
     for (int i = 0; i < 8; ++i) n[i] = std::atoi(arguments[2 + i]);
@@ -223,15 +217,6 @@ def test_each_stage_is_computed_once_and_each_sum_waited_for_is_left(program):
 def test_a_run_for_each_block_would_wait_for_ever(program):
     """The fault that this looks for, planted: runs of less than a stage, some of them empty."""
     assert run(program, "1")[2] > 1_000
-
-
-def test_the_cost_of_decoding_first(program):
-    def cost(m: int, n: int, k: int, multiprocessors: int = 132) -> int:
-        return run(program, "d", *map(str, (m, n, k, multiprocessors)))[0]
-
-    for m, n, k in [(512, 576, 7168), (1030, 520, 3592), (4096, 1024, 4096), (1, 1, 1), (2**30, 2**12, 2**10)]:
-        assert cost(m, n, k) >= m * n * k // (2048 * 132) + n * k // 940 + 7000
-        assert cost(m, n, k) <= cost(m + 256, n, k) and cost(m, n, k) <= cost(m, n, k, 66)
 
 
 # --- which kernel, in words -------------------------------------------------------------------------------------------
