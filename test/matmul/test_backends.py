@@ -43,7 +43,9 @@ def test_the_backend_of_each_product(monkeypatch, capability):
     grouped = Backend.GROUPED_FP4 if blackwell else Backend.QUANTIZED_VALUES
     quantized = experts._replace(activation_spec=SPEC)
     assert backends.choose_grouped(dense(5, 64), quantized.mT) == grouped
-    assert backends.choose_grouped(dense(5, 64).half(), quantized.mT) == Backend.QUANTIZED_VALUES
+    joined = torch.cat([quantized, quantized], dim=1)  # gate and up: one scale per row
+    for x, w in ((dense(5, 64).half(), quantized), (dense(0, 64), quantized), (dense(5, 64), joined)):
+        assert backends.choose_grouped(x, w.mT) == Backend.QUANTIZED_VALUES
     assert backends.choose_grouped(dense(5, 32), quantized) == Backend.DECODED
     assert backends.choose_grouped(dense(5, 64), experts.mT) == Backend.DECODED
 

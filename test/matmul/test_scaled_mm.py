@@ -158,20 +158,3 @@ def test_torchs_own_checks_of_the_grouped_product():
         printed = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ("accepted torch.Size([30, 200])" in printed.stdout) == accepted, printed.stderr
         assert accepted or "must have same number of dimensions" in printed.stderr
-
-
-def test_what_the_grouped_product_leaves_to_decoding(monkeypatch, grouped):
-    def fail(*_, **__):
-        raise AssertionError("called on tensor cores")
-
-    monkeypatch.setattr(products, "scaled_grouped_mm", fail)
-    weight, offs = torch.randn(2, 128, 64).bfloat16(), torch.tensor([4, 9], dtype=torch.int32)
-    w, x = make_experts(weight)._replace(activation_spec=QuantizeSpec()), torch.randn(9, 64).bfloat16()
-    joined = torch.cat([w, w], dim=1)  # gate and up: one scale per row
-    torch._grouped_mm(x, joined.mT, offs=offs)
-    torch._grouped_mm(x.half(), w.to(torch.float16).mT, offs=offs)  # tensor cores return only bfloat16
-    torch._grouped_mm(torch.randn(9, 128).bfloat16(), w, offs=offs)  # across the blocks
-    torch._grouped_mm(x, w._replace(activation_spec=None).mT, offs=offs)
-    assert torch._grouped_mm(x[:0], w.mT, offs=offs * 0).shape == (0, 128)
-    with pytest.raises(AssertionError, match="tensor cores"):
-        torch._grouped_mm(x, w.mT, offs=offs)

@@ -55,13 +55,3 @@ def test_two_ranks_and_one_have_the_same_losses_before_and_after_a_resumption(
     # Sums come in another order, and AdamW's first steps are as large for gradients near zero as for others.
     assert {**begun, **resumed} == pytest.approx(whole, rel=2e-3)
     assert whole[5] < whole[1] - 0.2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--ranks", "3"], "does not divide over 3 ranks"), (["--resume"], "holds no checkpoint: leave out --resume")],
-)
-def test_what_the_command_line_refuses(tutorial, tmp_path, capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        tutorial["parse"]([*arguments, "--output", str(tmp_path)])
-    assert message in capsys.readouterr().err

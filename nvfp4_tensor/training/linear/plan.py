@@ -329,7 +329,7 @@ class LinearPlan:
             qdata, scale = torch.ops.nvfp4.transpose_codes(w.qdata, w.scale)
             return multiply(dy, Codes(qdata, scale, w.per_tensor_scale), dtype)[:, :K]
         values, factor = (dy, None) if isinstance(dy, Tensor) else decode_values(dy, N)
-        return torch.ops.nvfp4.matmul(values, factor, *w, None, K, True, dtype)
+        return torch.ops.nvfp4.matmul.default(values, factor, *w, None, K, True, dtype)
 
 
 PLAIN = Tensor, nn.Parameter
