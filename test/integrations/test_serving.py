@@ -153,8 +153,9 @@ def test_it_is_adopted_once_and_not_loaded_again():
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [MODELOPT, COMPRESSED], ids=["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("names, dtype", [
+    (MODELOPT, torch.bfloat16), (COMPRESSED, torch.float16), (COMPRESSED, torch.float32),
+], ids=str)  # fmt: skip
 def test_fused_weights_with_other_scales_are_exact(names, dtype):
     w, dense = served(fused(), names, dtype=dtype), decoded(fused())
     torch.testing.assert_close(dequantized(w).double(), dense, rtol=2e-7, atol=0)
@@ -261,10 +262,8 @@ def test_the_largest_static_scale_serves_fused_weights(caplog):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"factor": torch.tensor([NAN, 1.0, 1.0])}, "per-tensor scales were not loaded"),
         ({"factor": torch.tensor([1.0, NAN, 1.0])}, "per-tensor scales were not loaded"),
         ({"factor": torch.tensor([1.0, -1.0, 1.0])}, "finite and not negative"),
-        ({"factor": torch.tensor([1.0, float("inf"), 1.0])}, "finite and not negative"),
         ({"factor": torch.tensor([1.0, 0.0, 1.0])}, "found 0 for codes"),
         ({"factor": torch.tensor([1.0, 0.0, 1.0]), "names": COMPRESSED}, "finite and not negative"),
         ({"scale": torch.full((101, 4), NAN).to(torch.float8_e4m3fn)}, "404 of 404 block scales were not loaded"),
@@ -370,6 +369,10 @@ def test_experts_of_two_ranks_sum_to_all():
     torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5)
     expected = mirrored(x, weights, ids, *dense, Combine.SILU, lambda x, _: x.float())
     torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
+    # A token without experts here, or with none, is 0 even if it is not finite.
+    x[0], ids[0], expert_map = NAN, torch.tensor([-1, 3, 4]), torch.tensor([0, 1, 2, -1, -1, -1])
+    by_token, _ = mixture((1.0, 2.0), NAN, own=range(3))
+    assert not serving.experts(x, weights, ids, *by_token, Combine.SILU, expert_map)[0].any()
 
 
 def test_experts_take_no_tokens_weights_on_input_and_compile():

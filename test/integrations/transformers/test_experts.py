@@ -115,4 +115,7 @@ def test_experts_of_other_names(granite, tmp_path, ids, names):
         with pytest.raises(ValueError, match=r"no tensors for .*experts.gate_up_proj.* would keep random"):
             AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
     else:
-        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")(ids).logits, model(ids).logits)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "nvfp4")
+        assert torch.equal(again(ids).logits, model(ids).logits)
+        again.save_pretrained(tmp_path / "again")
+        assert same_file(tmp_path / "nvfp4", tmp_path / "again")
