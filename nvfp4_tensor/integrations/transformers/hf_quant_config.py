@@ -11,7 +11,6 @@ from transformers.utils import cached_file
 
 from nvfp4_tensor.checkpoints.formats import modelopt
 
-_MARK = "_reads_hf_quant_config"
 _WHERE = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
 _OPTIONAL = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "gated_repo", "connection_errors")}
 
@@ -24,8 +23,6 @@ def read_hf_quant_config() -> None:
     the weights at random.
     """
     usual: Any = PretrainedConfig.get_config_dict.__func__  # type: ignore[attr-defined]
-    if getattr(usual, _MARK, False):
-        return
 
     @functools.wraps(usual)
     def get_config_dict(
@@ -39,7 +36,6 @@ def read_hf_quant_config() -> None:
                 config = {**config, "quantization_config": found}
         return config, unused
 
-    setattr(get_config_dict, _MARK, True)
     PretrainedConfig.get_config_dict = classmethod(get_config_dict)  # type: ignore[assignment]
 
 
