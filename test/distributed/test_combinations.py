@@ -1,4 +1,4 @@
-"""Engines together: sequences, FSDP2 of codes, shared tokens, checkpoints, accumulation; odd worlds, and meshes."""
+"""Engines together: sequences, FSDP2 of codes, shared tokens, checkpoints; odd worlds, and meshes."""
 
 import pytest
 import torch
@@ -26,8 +26,7 @@ def trained(seed=3, dtype=torch.bfloat16):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)).to(dtype)
     quantize_(model, NVFP4TrainingConfig())
-    if seed is not None:
-        distributed.seed_rounding(model, seed=seed)
+    distributed.seed_rounding(model, seed=seed)
     return model
 
 
@@ -187,24 +186,7 @@ def test_unequal_shards_raise_before_they_are_sent(case):
         model(x)
 
 
-# --- accumulation, and meshes of two dimensions ----------------------------------------------------------------------
-
-
-@on_ranks(3)
-def test_accumulation_under_ddp():
-    """With DDP's no_sync, only the last micro-batch communicates, and reduces the sum of all gradients in NVFP4."""
-    models = [DistributedDataParallel(trained(seed=None)) for _ in range(2)]
-    reduction = distributed.reduce_gradients_in_nvfp4(models[1])
-    sent = []
-    for model in models:
-        torch.manual_seed(11 + dist.get_rank())
-        for micro in range(3):
-            model.require_backward_grad_sync = micro == 2
-            model(torch.randn(32, WIDTH).bfloat16()).float().square().mean().backward()
-            sent.append(reduction.calls)
-    assert sent[:5] == [0] * 5 and sent[5] > 0
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert (q.grad - p.grad).norm() < 0.3 * p.grad.norm()
+# --- meshes of two dimensions ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.smoke
@@ -223,11 +205,10 @@ def test_frozen_weights_over_tensor_parallel():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("recipe", ["nvidia", "accurate_eden"])
 @pytest.mark.parametrize(
     "kind", ["tensor parallel", "tensor parallel, codes", "replicated", "replicated, codes", "DDP"]
 )
-def test_trained_weights(kind, recipe):
+def test_trained_weights(kind):
     """Those after some steps are those of one rank that sees all tokens, up to the order of float32 sums.
 
     Other draws are 0.15 off. In bfloat16 another order of sums rounds some draws the other way, which is 0.1 off.
