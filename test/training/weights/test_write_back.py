@@ -16,7 +16,6 @@ pytestmark = pytest.mark.slow
 SPECS = {
     "1x16": QuantizeSpec(),
     "16x16": QuantizeSpec(block_rows=16),
-    "up": QuantizeSpec(scale_rounding="up"),
     "4/6": QuantizeSpec(four_over_six=True),
 }
 SHAPE = 33, 50
@@ -41,7 +40,7 @@ def values(w):
 
 
 @pytest.mark.parametrize("mode", ["stochastic", "rne"])
-@pytest.mark.parametrize("spec, dtype", [*zip(SPECS, [torch.float32, torch.bfloat16] * 2, strict=True)])
+@pytest.mark.parametrize("spec, dtype", zip(SPECS, [torch.float32, torch.bfloat16, torch.float32], strict=True))
 def test_elements_without_an_update_do_not_change(spec, mode, dtype):
     """Quantizing again does change them, which is why write_back keeps the grid."""
     w, update = case(SPECS[spec], dtype)
@@ -63,7 +62,7 @@ def units(w):
 
 DRAWS = 400
 LIMIT = 5.5
-"""Standard errors: of 1,650 elements and four specs, a normal deviate beyond it comes once in 4,000 runs."""
+"""Standard errors: of 1,650 elements and two specs, a normal deviate beyond it comes once in 8,000 runs."""
 
 
 def bias_in_errors(w, update, writer):
@@ -85,7 +84,7 @@ def bias_in_errors(w, update, writer):
     return (mean / errors).abs().max().item(), (mean.sum() / errors.square().sum().sqrt()).abs().item()
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", ["1x16", "16x16"])
 def test_the_mean_of_writes_is_the_updated_value(spec):
     largest, pooled = bias_in_errors(*case(SPECS[spec]), lambda w, u, r: write_back(w, u, rng_state=r))
     assert largest < LIMIT and pooled < 4
@@ -140,15 +139,6 @@ def test_updates_below_2_to_the_minus_16_of_a_step_keep_their_mean(direction, ce
     assert abs(moves - expected) < 6 * expected**0.5
 
 
-def test_noise_is_proportional_to_the_update():
-    """The noise of an element between two points is at most step * |update|; quantizing again has up to step^2 / 4."""
-    w, _ = case(QuantizeSpec())
-    update = torch.full(SHAPE, 1e-4)
-    moved = torch.stack([(values(write_back(w, update, rng_state=rng(i))) - values(w)) for i in range(50)])
-    assert moved[:, 3:].square().mean() < 1e-4  # step ~ 0.3
-    assert 0.5e-4 < moved[:, 3:].mean() < 1.5e-4
-
-
 @pytest.mark.parametrize("spec", SPECS)
 def test_to_nearest_is_within_half_a_step(spec):
     w, update = case(SPECS[spec])
@@ -158,7 +148,7 @@ def test_to_nearest_is_within_half_a_step(spec):
     assert ((values(new) - target).abs() <= units(new) * 1.001).all()
 
 
-@pytest.mark.parametrize("spec, mode", [*zip(SPECS, ["stochastic", "rne"] * 2, strict=True)])
+@pytest.mark.parametrize("spec, mode", zip(SPECS, ["stochastic", "rne", "stochastic"], strict=True))
 def test_updates_of_extreme_size(spec, mode):
     """Quotients of scales would overflow, and the exponent that frexp gives of infinity depends on the device."""
     options = {"round_mode": mode, "rng_state": rng(1)}
