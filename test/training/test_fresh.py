@@ -24,15 +24,6 @@ def raw_copy(t, new):
     ctypes.memmove(t.data_ptr(), new.contiguous().data_ptr(), t.numel() * t.element_size())
 
 
-def through_resize(t, new):
-    """As FSDP frees and fills what it has gathered."""
-    storage = t.untyped_storage()
-    size = storage.size()
-    storage.resize_(0)
-    storage.resize_(size)
-    raw_copy(t, new)
-
-
 def twice(t, new):
     """The first new storage frees the address of the old one, and the second may get it."""
     t.data = torch.zeros_like(t)
@@ -47,7 +38,6 @@ def transposed_in_data(t, new):
 
 WRITES = {
     "copy_": torch.no_grad()(lambda t, new: t.copy_(new)),
-    "view.copy_": torch.no_grad()(lambda t, new: t.view(-1).copy_(new.flatten())),
     "foreach": torch.no_grad()(lambda t, new: torch._foreach_copy_([t], [new])),
     "data =": lambda t, new: setattr(t, "data", new.clone()),
     "data = twice": twice,
@@ -57,10 +47,6 @@ WRITES = {
 """Those that a tensor shows: a version, an address, a shape."""
 UNSEEN = {
     "data.copy_": lambda t, new: t.data.copy_(new),
-    "numpy": lambda t, new: t.detach().numpy().__setitem__(slice(None), new.numpy()),
-    "dlpack": lambda t, new: torch.from_dlpack(torch.utils.dlpack.to_dlpack(t.detach())).copy_(new),
-    "untyped_storage": lambda t, new: t.untyped_storage().copy_(new.untyped_storage()),
-    "resize": through_resize,
     "raw": raw_copy,
 }
 """Those that it does not show."""
@@ -69,12 +55,9 @@ UNSEEN = {
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def by_optimizer(**how):
-    def write(linear, new):
-        linear.weight.grad = linear.weight.detach() - new
-        torch.optim.SGD([linear.weight], lr=1.0, **how).step()
-
-    return write
+def fused_step(linear, new):
+    linear.weight.grad = linear.weight.detach() - new
+    torch.optim.SGD([linear.weight], lr=1.0, fused=True).step()
 
 
 def swapped(linear, new):
@@ -82,8 +65,6 @@ def swapped(linear, new):
 
 
 OF_MODULES = {
-    "load_state_dict": lambda linear, new: linear.load_state_dict({"weight": new}),
-    "assign": lambda linear, new: linear.load_state_dict({"weight": new.clone()}, assign=True),
     "new parameter": lambda linear, new: setattr(linear, "weight", nn.Parameter(new.clone())),
     "new parameter of the same memory": lambda linear, new: (
         linear.weight.data.copy_(new),
@@ -91,8 +72,7 @@ OF_MODULES = {
     ),
     "swap_tensors": swapped,
     "apply": lambda linear, new: linear._apply(lambda t: new.clone()),
-    "foreach SGD": by_optimizer(foreach=True),
-    "fused SGD": by_optimizer(fused=True),
+    "fused SGD": fused_step,
 }
 OF_WEIGHTS = OF_MODULES | {name: lambda linear, new, w=write: w(linear.weight, new) for name, write in WRITES.items()}
 
