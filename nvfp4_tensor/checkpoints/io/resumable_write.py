@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -13,11 +14,6 @@ from typing import Any
 
 from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.io.safetensors import read_json, write_json
-
-try:
-    import fcntl
-except ImportError:  # Windows, which neither opens folders nor renames open files: nothing is locked
-    fcntl = None  # type: ignore[assignment]
 
 MANIFEST = ".progress.json"  # hidden files of a source are not copied, and cannot replace it
 
@@ -78,9 +74,6 @@ def temporary(path: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _locked_open(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
     """Open a file or folder and lock it against other processes that call this. The lock ends with the process."""
-    if fcntl is None:
-        yield -1
-        return
     lock = os.open(path, flags, 0o666)
     try:
         if not _lock(lock) or not _is_at(lock, path):
@@ -102,7 +95,7 @@ def _lock(descriptor: int) -> bool:
 
 def _is_at(descriptor: int, path: Path) -> bool:
     """Return whether ``path`` is still the file that was opened."""
-    return path.exists() and (descriptor < 0 or os.path.samestat(os.fstat(descriptor), path.stat()))
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
 
 
 @contextlib.contextmanager

@@ -151,18 +151,10 @@ def _fill(file: BinaryIO, data: Tensor, offset: int) -> None:
     """Fill ``data`` with bytes of a file from an offset on."""
     view = data.numpy().data
     while view:
-        count = _read_at(file, view, offset)
+        count = os.preadv(file.fileno(), [view], offset)
         if not count:
             raise ValueError(f"{file.name} was truncated while it was read")
         view, offset = view[count:], offset + count
-
-
-def _read_at(file: BinaryIO, view: memoryview, offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(file.fileno(), [view], offset)
-    with open(file.name, "rb", buffering=0) as own:  # Windows, where threads would share a position
-        own.seek(offset)
-        return own.readinto(view)
 
 
 def _files(path: Path) -> tuple[list[Path], dict[str, str]]:

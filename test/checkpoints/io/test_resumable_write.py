@@ -1,6 +1,5 @@
 """Interrupted runs continue after their last complete file, and do not touch other folders."""
 
-import os
 import resource
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from helpers.checkpoints import TINY, InMemory, quantized, tiny_tensors
 
 from nvfp4_tensor import QuantizeSpec, checkpoints
 from nvfp4_tensor.checkpoints.checkpoint import format_named
-from nvfp4_tensor.checkpoints.io import resumable_write
 from nvfp4_tensor.checkpoints.quantizing import Quantized
 
 
@@ -103,17 +101,6 @@ def test_two_writers_of_one_destination(tmp_path, monkeypatch, write):
     other = write(contested)
     assert refused and [each.name for each in contested.iterdir()] == [alone.name]
     assert same_files(alone, other) if alone.is_dir() else alone.read_bytes() == other.read_bytes()
-
-
-def test_without_what_windows_lacks(tmp_path, monkeypatch, write):
-    """Locks, positional reads, and folders that can be opened."""
-    expected = write(tmp_path / "a")
-    for owner, name in ((resumable_write, "fcntl"), (os, "open")):
-        monkeypatch.setattr(owner, name, None)
-    monkeypatch.delattr(os, "preadv")
-    found = write(tmp_path / "b")
-    assert same_files(expected, found) if expected.is_dir() else expected.read_bytes() == found.read_bytes()
-    checkpoints.convert(found, tmp_path / "c", to="modelopt", progress=False)
 
 
 def test_a_full_disk_is_named_and_leaves_no_file(tmp_path, write):
