@@ -10,50 +10,15 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from helpers.checkpoint_folders import GOLDEN, dense_tensors, edit
-from helpers.coded_folders import in_fp8, write_coded
+from helpers.checkpoint_folders import dense_tensors, edit
+from helpers.coded_folders import CODINGS, write_coded
 from helpers.damage import damage, damage_a_tensor
 from helpers.layouts import LAYOUTS, SMALL
-from safetensors.torch import load_file
-from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-from torchao.quantization import Int8Tensor, PerRow
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import tensor_of
 
 pytestmark = pytest.mark.slow
-WRITTEN = load_file(GOLDEN / "other_quantizations.safetensors")
-
-
-def of_golden(layout):
-    return {k.removeprefix(f"{layout}."): t for k, t in WRITTEN.items() if k.startswith(f"{layout}.m.")}
-
-
-def of_compressed_tensors():
-    pytest.importorskip("compressed_tensors")
-    codes = {"m.weight_packed": torch.randint(-(2**31), 2**31 - 1, (32, 8)).int(), "m.weight_scale": torch.rand(32, 2)}
-    zeros = {"m.weight_zero_point": torch.randint(0, 2**31 - 1, (4, 2)).int(), "m.weight_shape": torch.tensor([32, 64])}
-    arguments = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False}
-    groups = {"a": {"targets": ["Linear"], "weights": arguments}}
-    return {**codes, **zeros}, {"quant_method": "compressed-tensors", "config_groups": groups}, None
-
-
-def of_torchao():
-    tensors, metadata = flatten_tensor_state_dict({"m.weight": Int8Tensor.from_hp(torch.randn(32, 64), PerRow())})
-    return tensors, {"quant_method": "torchao"}, metadata
-
-
-SOURCES = {
-    "fp8": lambda: (in_fp8(dense_tensors(1))[0], {"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
-    "gptq": lambda: (of_golden("gptq_v2"), {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, None),
-    "awq": lambda: (of_golden("awq"), {"quant_method": "awq", "version": "gemm"}, None),
-    "bitsandbytes": lambda: (of_golden("nf4_nested"), {"quant_method": "bitsandbytes"}, None),
-    "compressed-tensors int4": of_compressed_tensors,
-    "torchao int8": of_torchao,
-}
-
-
-"""Folders of other quantizations, which only quantize reads: tensors, configuration, metadata."""
 FORMATS = ("modelopt", "compressed-tensors", "torchao", "comfy", "mlx", "mxfp4")
 
 
@@ -62,7 +27,7 @@ def damage_a_file(folder, rng):
 
 
 def damage_a_number(folder, rng):
-    """Of a scale, or of the settings of nf4; or the last byte is missing."""
+    """Of a scale, or of a code; or the last byte is missing."""
     file = folder / "model.safetensors"
     data = bytearray(file.read_bytes())
     at = rng.randrange(8 + int.from_bytes(data[:8], "little"), len(data) - 3)
@@ -94,16 +59,17 @@ def is_refused(folder, call, *arguments, **options):
 PUBLISHED = LAYOUTS if importlib.util.find_spec("compressed_tensors") else ()  # it writes them
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *SOURCES, *PUBLISHED])
+@pytest.mark.parametrize("name", [*FORMATS, *CODINGS, *PUBLISHED])
 def test_random_damage(sources, tmp_path, name):
     """The error names the file; of published layouts the tensor too, or the weight that it is part of."""
     rng, refused, source, out = random.Random(name), 0, tmp_path / "source", tmp_path / "out"
     torch.manual_seed(0)
     if name in FORMATS:
         source, count, ways = sources / name, 60, [damage_a_file]
-    elif name in SOURCES:
+    elif name in CODINGS:
         count, ways = 25, [damage_a_file, damage_a_tensor, damage_a_number]
-        write_coded(source, *SOURCES[name]())
+        coding, settings = CODINGS[name]
+        write_coded(source, coding(dense_tensors(1))[0], settings)
     else:
         count, ways = 8, [functools.partial(damage_a_tensor, part="proj")]
         LAYOUTS[name].write(source, SMALL)
@@ -111,7 +77,7 @@ def test_random_damage(sources, tmp_path, name):
     def is_refused_now(folder):
         if name in FORMATS:
             return is_refused(folder, read_all, folder / "model.safetensors" if name == "comfy" else folder, name)
-        if name in SOURCES:
+        if name in CODINGS:
             return is_refused(folder, checkpoints.quantize, folder, out, progress=False)
         return is_refused(folder, checkpoints.convert, folder, out, to="modelopt", progress=False)
 

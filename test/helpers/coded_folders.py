@@ -88,3 +88,11 @@ def _gptq_parts(codes, zero):
 def _awq_parts(codes, zero):
     reordered = [each.unflatten(1, (-1, 8))[..., _AWQ_ROWS].flatten(1) for each in (codes, zero)]
     return {"qweight": packed(reordered[0], 1), "qzeros": packed(reordered[1], 1)}
+
+
+CODINGS = {
+    "fp8": (in_fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "gptq": (in_gptq, {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "bits": 4}),
+    "awq": (in_awq, {"quant_method": "awq", "version": "gemm", "bits": 4}),
+}
+"""What encodes tensors, and the settings that describe the codes, by quant_method."""

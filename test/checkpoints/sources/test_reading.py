@@ -2,8 +2,6 @@
 
 import json
 import os
-import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +15,6 @@ from torchao.quantization import Int8Tensor, PerRow
 
 from nvfp4_tensor import checkpoints
 from nvfp4_tensor.checkpoints import inspection, quantizing
-from nvfp4_tensor.checkpoints.io.safetensors import ShardFile
 from nvfp4_tensor.checkpoints.sources import coded
 
 
@@ -71,37 +68,6 @@ def test_inspect_and_convert_say_what_reads_it(pair):
     assert all(4 < each.bits < 9 for each in found.listed)
     with pytest.raises(ValueError, match=r"another quantization than NVFP4|torchao's NVFP4Tensor|one quantized by fp8"):
         checkpoints.convert(pair / "coded", pair / "out", to="modelopt", progress=False)
-
-
-def test_interrupted_at_any_byte(tmp_path, monkeypatch):
-    """FP8 in three files, whose scales are in another file than their codes; the same call goes on."""
-    coded, _ = in_fp8(dense_tensors(3))
-    write_dense(tmp_path / "src", dict(sorted(coded.items(), key=lambda item: item[0].endswith("_inv"))), files=3)
-    checkpoints.quantize(tmp_path / "src", tmp_path / "whole", progress=False)
-    total = sum(file.stat().st_size for file in (tmp_path / "whole").glob("*.safetensors"))
-    write, rng, stops = ShardFile._write_at, random.Random(0), 0
-    for _ in range(8):
-        left = rng.randrange(total)
-
-        def write_some(self, offset, data):
-            nonlocal left
-            write(self, offset, data[:left])
-            left -= len(data)
-            if left < 0:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(ShardFile, "_write_at", write_some)
-            try:
-                checkpoints.quantize(tmp_path / "src", tmp_path / "out", progress=False)
-            except KeyboardInterrupt:
-                stops += 1
-                assert not (tmp_path / "out").exists()
-        if not (tmp_path / "out").exists():
-            checkpoints.quantize(tmp_path / "src", tmp_path / "out", progress=False)
-        assert same_files(tmp_path / "whole", tmp_path / "out")
-        shutil.rmtree(tmp_path / "out")
-    assert stops > 4
 
 
 MEMORY = """
