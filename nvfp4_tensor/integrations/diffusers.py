@@ -149,7 +149,7 @@ class DiffusersNVFP4Quantizer(DiffusersQuantizer):
 
 
 def _config_of(model: nn.Module) -> DiffusersConfig:
-    return DiffusersConfig(**modelopt.flat_config(ModelCheckpoint(model, {})))
+    return DiffusersConfig(**modelopt.FORMAT.config_of(ModelCheckpoint(model, {})))
 
 
 def attach_quantizer(model: ModelMixin) -> ModelMixin:

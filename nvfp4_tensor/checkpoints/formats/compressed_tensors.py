@@ -74,7 +74,32 @@ class CompressedTensors(TableFormat):
         return entry.fp8
 
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        return quantization_config(checkpoint)
+        """Return config.json's quantization_config: one group of all linears, or one for each kind."""
+        modules: dict[str, list[str]] = {}
+        groups: dict[str, dict[str, Any]] = {}
+        for name, entry in sorted(checkpoint.entries.items(), key=lambda item: not item[1].quantizes_activations):
+            if entry.is_coded:
+                group = _group(entry.quantizes_activations) if entry.fp8 is None else _fp8_group(entry)
+                key = str(group)
+                groups[key] = group
+                modules.setdefault(key, []).append(name.removesuffix(".weight"))
+        groups = groups or {"": _group(False)}
+        found = [{"targets": modules[key] if len(groups) > 1 else ["Linear"], **group} for key, group in groups.items()]
+        formats = sorted({group["format"] for group in found})
+        cache = checkpoint.cache
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision" if len(formats) > 1 else formats[0],
+            "quantization_status": "compressed",
+            "config_groups": {f"group_{i}": group for i, group in enumerate(found)},
+            "ignore": dense_linears(checkpoint),
+            "kv_cache_scheme": {**_CACHE, **cache}
+            if isinstance(cache, dict)
+            else _CACHE
+            if is_fp8_cache(cache)
+            else None,
+            "global_compression_ratio": None,
+        }
 
 
 FORMAT = CompressedTensors()
@@ -192,31 +217,6 @@ def _scheme_of_fp8(checkpoint: FolderCheckpoint, name: str) -> Scheme:
 
 
 KINDS = {"tensor": FP8Activations.TENSOR, "token": FP8Activations.TOKEN, "group": FP8Activations.GROUP}
-
-
-def quantization_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json's quantization_config: one group of all linears, or one for each kind."""
-    modules: dict[str, list[str]] = {}
-    groups: dict[str, dict[str, Any]] = {}
-    for name, entry in sorted(checkpoint.entries.items(), key=lambda item: not item[1].quantizes_activations):
-        if entry.is_coded:
-            group = _group(entry.quantizes_activations) if entry.fp8 is None else _fp8_group(entry)
-            key = str(group)
-            groups[key] = group
-            modules.setdefault(key, []).append(name.removesuffix(".weight"))
-    groups = groups or {"": _group(False)}
-    found = [{"targets": modules[key] if len(groups) > 1 else ["Linear"], **group} for key, group in groups.items()]
-    formats = sorted({group["format"] for group in found})
-    cache = checkpoint.cache
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "mixed-precision" if len(formats) > 1 else formats[0],
-        "quantization_status": "compressed",
-        "config_groups": {f"group_{i}": group for i, group in enumerate(found)},
-        "ignore": dense_linears(checkpoint),
-        "kv_cache_scheme": {**_CACHE, **cache} if isinstance(cache, dict) else _CACHE if is_fp8_cache(cache) else None,
-        "global_compression_ratio": None,
-    }
 
 
 def _group(activations: bool) -> dict[str, Any]:

@@ -48,12 +48,8 @@ AWQ = "NVFP4_AWQ"
 ALGORITHMS = {"NVFP4": True, "W4A16_NVFP4": False, AWQ: True}
 """The algorithms that are supported, and whether each quantizes activations; AWQ does if there are input scales."""
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "NVFP4": {"group_size": BLOCK},
-    "W4A16_NVFP4": {"group_size": BLOCK},
-    AWQ: {"group_size": BLOCK, "has_zero_point": False, "pre_quant_scale": True},
-}
-"""Further settings of an algorithm's layers."""
+AWQ_SETTINGS = {"has_zero_point": False, "pre_quant_scale": True}
+"""Further settings of a layer with AWQ."""
 
 PRODUCER = {"name": "modelopt", "version": LAYOUT_VERSION, "written_by": f"nvfp4_tensor {__version__}"}
 """Servers accept hf_quant_config.json only from a producer with this name."""
@@ -159,7 +155,25 @@ class ModelOpt(TableFormat):
         super(ModelOpt, format_for(checkpoint.config)).write(checkpoint, path, progress=progress, **options)
 
     def config_of(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        return flat_config(checkpoint)
+        """Return config.json's quantization_config."""
+        quantization = quantization_of(checkpoint)
+        groups: dict[str, list[str]] = {}
+        for module, layer in quantization.get("quantized_layers", {}).items():
+            groups.setdefault(layer["quant_algo"], []).append(module)
+        if not groups:
+            groups = {quantization["quant_algo"]: ["Linear"]}
+        return {
+            # diffusers reads "modelopt" by NVIDIA's library
+            "quant_method": "modelopt_nvfp4" if "_class_name" in checkpoint.config else "modelopt",
+            **quantization,
+            **({"kv_cache_scheme": FP8_CACHE if is_fp8_cache(cache) else cache} if (cache := checkpoint.cache) else {}),
+            "ignore": dense_linears(checkpoint),
+            "config_groups": {
+                f"group_{i}": _group(algorithm, sorted(targets))
+                for i, (algorithm, targets) in enumerate(groups.items())
+            },
+            "producer": dict(PRODUCER),
+        }
 
     def files_of(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         return {HF_QUANT_CONFIG: hf_quant_config(checkpoint)}
@@ -242,7 +256,8 @@ def quantization_of(checkpoint: Checkpoint) -> dict[str, Any]:
     algorithms = {name: str(FORMAT.fp8_name(entry) or usual[name]) for name, entry in entries.items()}
     if any(has_pre_scale(name, checkpoint.entries) for name in checkpoint.entries):
         algorithms = {name: AWQ if each in ALGORITHMS else each for name, each in algorithms.items()}
-    layers = {name: SETTINGS.get(each, {}) | {"quant_algo": each} for name, each in algorithms.items()}
+    sizes = {each: {"group_size": BLOCK} | (AWQ_SETTINGS if each == AWQ else {}) for each in ALGORITHMS}
+    layers = {name: sizes.get(each, {}) | {"quant_algo": each} for name, each in algorithms.items()}
     found = list(layers.values()) or [{"quant_algo": "W4A16_NVFP4", "group_size": BLOCK}]
     if all(each == found[0] for each in found):
         return found[0]
@@ -254,27 +269,6 @@ def hf_quant_config(checkpoint: Checkpoint) -> dict[str, Any]:
     cache = "FP8" if is_fp8_cache(checkpoint.cache) else checkpoint.cache
     quantization = {**quantization_of(checkpoint), "kv_cache_quant_algo": cache if isinstance(cache, str) else None}
     return {"producer": dict(PRODUCER), "quantization": {**quantization, "exclude_modules": dense_linears(checkpoint)}}
-
-
-def flat_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return config.json's quantization_config."""
-    quantization = quantization_of(checkpoint)
-    groups: dict[str, list[str]] = {}
-    for module, layer in quantization.get("quantized_layers", {}).items():
-        groups.setdefault(layer["quant_algo"], []).append(module)
-    if not groups:
-        groups = {quantization["quant_algo"]: ["Linear"]}
-    return {
-        # diffusers reads "modelopt" by NVIDIA's library
-        "quant_method": "modelopt_nvfp4" if "_class_name" in checkpoint.config else "modelopt",
-        **quantization,
-        **({"kv_cache_scheme": FP8_CACHE if is_fp8_cache(cache) else cache} if (cache := checkpoint.cache) else {}),
-        "ignore": dense_linears(checkpoint),
-        "config_groups": {
-            f"group_{i}": _group(algorithm, sorted(targets)) for i, (algorithm, targets) in enumerate(groups.items())
-        },
-        "producer": dict(PRODUCER),
-    }
 
 
 def _group(algorithm: str, targets: list[str]) -> dict[str, Any]:

@@ -397,12 +397,9 @@ class TableFormat(Format):
         if self.unwritable:
             raise ValueError(self.unwritable)
         if options:
-            renamed = {
-                "to": "checkpoints.save calls it format",
-                "format": "checkpoints.quantize calls it to",
-            }
-            hints = [f"; {renamed[name]}" for name in options if name in renamed]
-            raise ValueError(f"{self.name} has no option {', '.join(options)}{''.join(hints)}")
+            hints = {"to": "; checkpoints.save calls it format", "format": "; checkpoints.quantize calls it to"}
+            hint = "".join(hints.get(name, "") for name in options)
+            raise ValueError(f"{self.name} has no option {', '.join(options)}{hint}")
         path = Path(path)
         self.check(checkpoint)
         check_is_new(path, checkpoint)

@@ -145,7 +145,7 @@ def attach_quantizer(model: PreTrainedModel) -> PreTrainedModel:
     names = {name for name, weight in model.named_parameters() if isinstance(weight, NVFP4Tensor | FP8Tensor)}
     if not names:
         raise ValueError("the model has no NVFP4 weights: call quantize_(model, NVFP4WeightOnlyConfig()) first")
-    config = CheckpointConfig(**modelopt.flat_config(checkpoint))
+    config = CheckpointConfig(**modelopt.FORMAT.config_of(checkpoint))
     quantizer = CheckpointQuantizer(config, pre_quantized=True)
     quantizer.weights, quantizer.knows_specs = names, True
     attributes: Any = model

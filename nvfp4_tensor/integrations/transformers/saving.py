@@ -136,7 +136,7 @@ def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Ten
             with_nan.append(name)
     if with_nan:
         warn_user(f"{some(with_nan)} have NaN blocks: vLLM cannot load such a checkpoint")
-    model.config.quantization_config = CheckpointConfig(**modelopt.flat_config(_NamedAsInFiles(model, checkpoint)))
+    model.config.quantization_config = CheckpointConfig(**modelopt.FORMAT.config_of(_NamedAsInFiles(model, checkpoint)))
     return tensors
 
 
