@@ -77,12 +77,6 @@ def test_rope_scaling_and_an_output_layer(tmp_path, quantized):
     assert_same_logits(tmp_path, model, tensors, config, 100)
 
 
-def test_the_comparison_sees_the_order_of_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf, "row_order", lambda *arguments: None)
-    with pytest.raises(AssertionError):
-        test_rope_scaling_and_an_output_layer(tmp_path, "lm_head.weight")
-
-
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts(tmp_path, kind):
     """A small random mixture."""
