@@ -146,3 +146,10 @@ def test_files_with_one_tensor_an_expert(tmp_path, ids):
         weight = again.get_parameter(EXPERTS["Llama4"] + name)
         assert weight.transposed and same_codes(weight, model.get_parameter(EXPERTS["Llama4"] + name))
     assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_experts_that_dense_files_name_otherwise(tmp_path, ids):
+    """Aria's are fc1 and fc2 in dense files: transformers would rename the codes, but not the scales beside them."""
+    sizes = {**SIZES, "intermediate_size": 64, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}
+    random_model(transformers.AriaTextConfig(**sizes)).save_pretrained(tmp_path / "dense")
+    assert_kept(from_pretrained(tmp_path / "dense", None), ids, tmp_path / "nvfp4")
