@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,13 +29,13 @@ def captured(
         graph = torch.cuda.CUDAGraph()
         with capturing(graph, device, pool=pool, capture_error_mode="thread_local"):  # other threads may use CUDA
             output = run()
-    return functools.partial(_replay_on, graph, device, output)
 
-
-def _replay_on(graph: torch.cuda.CUDAGraph, device: torch.device, output: Any) -> Any:
-    if torch.cuda.current_device() == device.index:
-        graph.replay()
-    else:
-        with torch.cuda.device(device):
+    def replay() -> Any:
+        if torch.cuda.current_device() == device.index:
             graph.replay()
-    return output
+        else:
+            with torch.cuda.device(device):
+                graph.replay()
+        return output
+
+    return replay

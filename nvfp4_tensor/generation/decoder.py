@@ -147,10 +147,6 @@ class Decoder:
             self._warned.add(message)
             warn_user(message)
 
-    def own_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own forward."""
-        return type(self.model).forward(self.model, *args, **kwargs)
-
     def new_cache(self, length: int) -> FixedCache:
         """Return an empty cache for ``length`` tokens, in the buffers of an earlier one that is not used any more."""
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
@@ -177,7 +173,7 @@ class Decoder:
             )
         if not calls_own:
             self.counts = self.counts._replace(transformers=self.counts.transformers + 1)
-        return self.own_forward(*args, **kwargs)
+        return type(self.model).forward(self.model, *args, **kwargs)
 
     __code__ = __call__.__code__
     """Where a forward is defined, which torch.export reads."""
@@ -340,7 +336,7 @@ class Decoder:
             and input_ids.device == next(self.model.parameters()).device
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled(input_ids.device.type)
-            and not any(is_given(value) for name, value in others.items() if name not in _ARGUMENTS)
+            and not any(isinstance(each, Tensor) or each for name, each in others.items() if name not in _ARGUMENTS)
             and isinstance(others.get("logits_to_keep", 0), int)
             and others.get("use_cache") is not False
             and others.get("return_dict") is not False
@@ -420,11 +416,6 @@ def _has_own_forward(model: Any) -> bool:
         return False
     # accelerate takes its wrappers off with those of transformers.
     return getattr(own, "__func__", None) not in (of_class, inspect.unwrap(of_class))
-
-
-def is_given(value: Any) -> bool:
-    """Return whether an argument asks for something; a tensor always does."""
-    return value is not None and (isinstance(value, Tensor) or bool(value))
 
 
 def _narrowed(cache: Any, tokens: Tensor, endings: Endings | None) -> Narrowed | None:

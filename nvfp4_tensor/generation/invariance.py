@@ -50,14 +50,11 @@ def _reason(plan: Plan) -> str | None:
             spec = each.activation_spec
             is_dynamic = spec is not None and not spec.row_scaled and each.activation_amax is None
         else:
-            is_dynamic = isinstance(each, FP8Tensor) and _scales_batches(each)
+            is_batch = isinstance(each, FP8Tensor) and each.spec.activations == FP8Activations.TENSOR
+            is_dynamic = is_batch and each.input_scale is None
         if is_dynamic:
             return f"{name} scales its activations by the largest of the batch: calibrate them, or scale them by row"
     return None
-
-
-def _scales_batches(weight: FP8Tensor) -> bool:
-    return weight.spec.activations == FP8Activations.TENSOR and weight.input_scale is None
 
 
 def keeps(cache: Any, padding: Any) -> bool:

@@ -85,7 +85,10 @@ class ModelState:
         self._contents = list(map(copy, self._containers))
         self._config = config
         configs = [config, *(vars(each).get("config", config) for each in every)]
-        self._configs = [_values_of(each) for each in {id(each): each for each in configs}.values()]
+        # Their own access to attributes takes microseconds each.
+        self._configs = [
+            object.__getattribute__(each, "__dict__") for each in {id(each): each for each in configs}.values()
+        ]
         self._values = [
             {name: copy(value) if isinstance(value, list | dict) else value for name, value in each.items()}
             for each in self._configs
@@ -134,12 +137,6 @@ class ModelState:
             )
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # other tensors: == is elementwise
             return False
-
-
-def _values_of(config: Any) -> dict[str, Any]:
-    """Return the attributes of a config of transformers, whose own access takes microseconds each."""
-    found: dict[str, Any] = object.__getattribute__(config, "__dict__")
-    return found
 
 
 def changes_itself(module: nn.Module) -> bool:

@@ -165,12 +165,14 @@ class _Writer:
             else:
                 self.chooser = self.decoder.new_chooser(sampling, batch, count)
             self.chooser.in_use = True
-            self.cache: Any = cache
-            if cache is None:
-                self.cache = (
-                    _new_cache(model.config, length) if self.decoder is None else self.decoder.new_cache(length)
-                )
-        ahead = AHEAD if _runs_ahead(ids) and (cache is None or _can_drop_tokens(cache)) else 0
+            if cache is None and self.decoder is not None:
+                cache = self.decoder.new_cache(length)
+            elif cache is None and keeps_all_keys(model.config):
+                cache = FixedCache(model.config.get_text_config(decoder=True).num_hidden_layers, length)
+            self.cache: Any = DynamicCache(config=model.config) if cache is None else cache
+        # What was computed ahead is removed from a cache that was given.
+        can_drop = self.given is None or all(isinstance(layer, Layer) for layer in cache.layers)
+        ahead = AHEAD if _runs_ahead(ids) and can_drop else 0
         with torch.inference_mode(False), torch.device("cpu"):  # whatever the caller's mode and default device are
             self._slots = [torch.empty((batch,), dtype=torch.int64, pin_memory=ids.is_cuda) for _ in range(ahead + 1)]
             self._latest = torch.zeros((batch,), dtype=torch.int64)
@@ -213,7 +215,7 @@ class _Writer:
         if i == self.chooser.end:
             self.chooser.load_more(i)
         if i == 0:
-            self._next = self.chooser(self._logits(self.ids, self.start, **_keep_one(self.model)))
+            self._next = self.chooser(self._logits(self.ids, self.start))
             return
         position = self.start + self.ids.shape[1] + i - 1
         runner = self._runner(position, i)
@@ -265,12 +267,13 @@ class _Writer:
         self.chooser.load(self.sampling, None if narrowed is None else narrowed.order[:rows], i)
         self.chooser.in_use = True
 
-    def _logits(self, tokens: Tensor, position: int, **options: Any) -> Tensor:
+    def _logits(self, tokens: Tensor, position: int) -> Tensor:
+        options: dict[str, Any] = {"logits_to_keep": 1}
         if self.padding is not None:
             places = torch.arange(position + tokens.shape[1], device=tokens.device) - self.padding.starts[:, None]
-            options["attention_mask"] = (places >= 0).long()
-            if "position_ids" in inspect.signature(type(self.model).forward).parameters:
-                options["position_ids"] = places[:, position:].clamp(min=0)
+            options |= {"attention_mask": (places >= 0).long(), "position_ids": places[:, position:].clamp(min=0)}
+        known = inspect.signature(type(self.model).forward).parameters
+        options = {name: each for name, each in options.items() if name in known or name == "attention_mask"}
         forward = self.model if self.decoder is None else self.decoder
         output = forward(input_ids=tokens, use_cache=True, **{cache_argument(self.model): self.cache}, **options)
         logits: Tensor = output.logits[:, -1]
@@ -283,18 +286,6 @@ class _Writer:
         slot = self._slots[i % len(self._slots)][: None if texts is None else len(texts)]
         slot.copy_(self.chooser.chosen[: len(slot)], non_blocking=True)
         return slot, torch.cuda.current_stream(self.ids.device).record_event() if self.ids.is_cuda else None, texts
-
-
-def _can_drop_tokens(cache: Any) -> bool:
-    """Return whether tokens that were computed ahead can be removed from the cache, whatever its length."""
-    return all(isinstance(layer, Layer) for layer in cache.layers)
-
-
-def _new_cache(config: Any, length: int) -> Cache:
-    """Return an empty cache: ours, unless the model has layers of another kind, such as linear attention."""
-    if not keeps_all_keys(config):
-        return DynamicCache(config=config)
-    return FixedCache(config.get_text_config(decoder=True).num_hidden_layers, length)
 
 
 def _drop_tokens(cache: Any, kept: int) -> None:
@@ -344,8 +335,3 @@ def _decoder_of(model: Any) -> Decoder | None:
         return Decoder(model)
     except ValueError:
         return None
-
-
-def _keep_one(model: Any) -> dict[str, Any]:
-    """Return the argument with which a prompt gives the logits of its last token only, where the model has it."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
