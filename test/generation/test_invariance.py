@@ -82,9 +82,7 @@ def test_logits_and_tokens(family, way, invariant):
     assert decode_counts(model).transformers == 0
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"temperature": 1.2}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9},
-], ids=["greedy", "sampling", "top-k and top-p"])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_k": 20, "top_p": 0.9}], ids=["greedy", "sampling"])
 def test_tokens_of_the_iterator(options, way, invariant):
     """A text that is drawn depends on its seed; two turns with one cache are those of the text alone."""
     model = invariant(tiny_model("Llama", num_key_value_heads=4))
