@@ -66,9 +66,7 @@ def keep_dense(*which: str | Callable[[nn.Module, str], bool]) -> Filter:
 
 def _matches(name: str, pattern: str) -> bool:
     """Whether the pattern matches the name of the module or of a parent, or the end of it that follows a dot."""
-    parents = name.split(".")
-    names = [".".join(parents[: i + 1]) for i in range(len(parents))]
-    return any(fnmatch.fnmatchcase(n, pattern) or fnmatch.fnmatchcase(n, f"*.{pattern}") for n in names)
+    return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")
 
 
 def keep_last_blocks_dense(model: nn.Module, share: float) -> Filter:
