@@ -42,10 +42,7 @@ def shrink_momentum(state: dict[str, Any], group: dict[str, Any]) -> None:
     """Multiply the momentum by old / new learning rate if it has risen; call this before the inner step."""
     if _LAST_LR not in state:
         return
-    old, new = (
-        float(state[_LAST_LR]),
-        torch.tensor(float(group["lr"]), dtype=torch.float32).item(),
-    )  # both rounded to float32
+    old, new = (float(torch.tensor(float(lr), dtype=torch.float32)) for lr in (state[_LAST_LR], group["lr"]))
     if old < new:
         state["exp_avg" if "betas" in group else "momentum_buffer"].mul_(old / new)
 
