@@ -2,7 +2,6 @@
 
 import functools
 
-import hypothesis.strategies as st
 import pytest
 import torch
 from helpers.count_ops import Ops
@@ -12,7 +11,6 @@ from helpers.products import ROUNDING, SMALLEST
 from helpers.recipes import MORE
 from helpers.reference_operands import expected_products, multiplied, wide
 from helpers.refusals import refuses
-from hypothesis import given, settings
 from torchao.quantization import quantize_
 
 from nvfp4_tensor import QuantizeSpec, training
@@ -120,7 +118,7 @@ def check_step(x, w, bias, dy, recipe):
     check_operands(products.found, expected, recipe, len(w), rng_state)
 
 
-SHAPES = [(40, 48, 64), (37, 70, 50), (300, 256, 400)]
+SHAPES = [(5, 1, 17), (37, 70, 50), (300, 256, 400)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
@@ -129,15 +127,6 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 def test_a_step_has_the_references_operands_and_products(name, which, device):
     i = list(ALL).index(name) + which  # each recipe with each dtype and with each shape, not with each pair
     check_step(*case(*SHAPES[which], DTYPES[i % 3], bias=i % 2 == 0, device=device), ALL[name])
-
-
-SIZE = st.integers(1, 70)
-
-
-@settings(max_examples=30, deadline=None)
-@given(m=SIZE, n=SIZE, k=SIZE, recipe=st.sampled_from([*ALL.values()]), bias=st.booleans())
-def test_sizes_of_any_kind(m, n, k, recipe, bias):
-    check_step(*case(m, n, k, torch.float32, bias), recipe)
 
 
 @pytest.mark.parametrize("shape", [(64,), (0, 64), (2, 0, 64), (2, 3, 4, 64)])
@@ -200,7 +189,7 @@ def called_before(w, recipe):
 
 
 @pytest.mark.parametrize("kind", ["function", "module", "compiled"])
-@pytest.mark.parametrize("name", ["nvidia", "nvidia_4over6", "unbiased", "accurate", "accurate_eden"])
+@pytest.mark.parametrize("name", ["nvidia", "accurate_eden"])
 def test_tensors_saved_for_the_backward_are_codes(name, kind):
     """Of x alone with keep_w=False: a compiler's partitioner would fold two equal calls, and keep the forward's."""
     x, w, _, dy = case(256, 384, 256)

@@ -68,14 +68,17 @@ def same(a, b):
 # --- one graph, or none ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["nvidia", "accurate", "accurate_eden", "forward_only", "weight_only", *MORE])
+@pytest.mark.parametrize(
+    "recipe", ["nvidia", "accurate_eden", "weight_only", "dense forward", "dense backward", "stochastic w again",
+               "EDEN with a dense weight", "dy alone", "dy^T alone", "row scales"],
+)  # fmt: skip
 def test_compiled_bits_are_those_of_eager(recipe):
     """Where the forward is dense, torch 2.11 cut the gradient, and the graph drew its random bits in the backward."""
     block = model_of(recipe).eval().layers[0]  # compiled dropout has masks of its own
     model = nn.Sequential(nn.Tanh(), block)  # an input that eager mode shares
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for seed in (1, 2, 3):
-        with torch.autocast("cpu", torch.bfloat16, enabled=seed == 3 and recipe in ("nvidia", "forward_only")):
+        with torch.autocast("cpu", torch.bfloat16, enabled=seed == 3 and recipe == "nvidia"):
             assert same(step(model, compiled, seed=seed), step(model, seed=seed))
 
 

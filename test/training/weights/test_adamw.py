@@ -299,6 +299,7 @@ def test_steps_of_any_parameters(eps, betas):
     """Two groups, any gradients and a reload: each step has the bits of the plain operator on the same state."""
     generator = torch.Generator().manual_seed(0)
     given = parameters(generator)
+    assert [i for i, p in enumerate(given) if not adamw.is_coded(p)] == [6, 7, 9]  # a vector, 8 columns, a number
     groups = [{"params": given[:6], "lr": 0.05, "weight_decay": 0.1}, {"params": given[6:], "lr": 1e-4}]
 
     def new():
