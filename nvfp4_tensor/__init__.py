@@ -64,7 +64,7 @@ _LATER = {
         "quantization",
     ),
     **dict.fromkeys(("_loaded_from_conv1d", "_stored_as_conv1d"), "quantization.conv1d"),
-    "_no_fast_path": "quantization.fast_path",
+    "_no_fast_path": "quantization.observer",
     "InputStatistics": "quantization.observer",
     **dict.fromkeys(("ObservedExperts", "_observe_experts"), "quantization.observed_experts"),
 }

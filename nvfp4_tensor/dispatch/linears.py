@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.exports import check_not_traced
-from nvfp4_tensor.dispatch.nested import is_nested, over_nested
 from nvfp4_tensor.dispatch.straight_through import autocasts, has_gradient, multiply, quantizes, transformed
 from nvfp4_tensor.dispatch.table import aten, implements
 from nvfp4_tensor.dispatch.traces import reads_parts
@@ -125,3 +125,18 @@ def _keeps_activations(x: Tensor, w: NVFP4Tensor) -> bool:
     if w.activation_spec is not None:
         return False
     return w.product_backend != ProductBackend.FP8 or math.prod(x.shape[:-1]) < backends.FP8_ROWS
+
+
+# --- strided nested tensors, which nn.TransformerEncoder creates from a padded batch; they have no sizes -------------
+
+
+def is_nested(x: Tensor) -> bool:
+    """Return whether x is a strided nested tensor; jagged ones are a separate class."""
+    return x.is_nested and x.layout == torch.strided
+
+
+def over_nested(linear: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a linear over (tokens, features) to all rows of a nested tensor (batch, tokens, features)."""
+    sequences = x.unbind()
+    y = linear(torch.cat(sequences))
+    return torch.nested.as_nested_tensor(list(y.split([len(rows) for rows in sequences])), layout=torch.strided)

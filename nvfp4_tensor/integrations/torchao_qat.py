@@ -13,7 +13,7 @@ from torchao.quantization.qat import QATConfig, QATStep
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from nvfp4_tensor.quantization import NVFP4Config, NVFP4WeightOnlyConfig
-from nvfp4_tensor.quantization.quantize_call import once_per_call
+from nvfp4_tensor.quantization.callers import once_per_call
 from nvfp4_tensor.training import NVFP4TrainingLinear, Recipe, WeightForDx
 from nvfp4_tensor.training.config import converted
 

@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, check_batches
+from nvfp4_tensor.quantization.callers import selected, warn_of_dense_attention
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.conversion import Conversion
 from nvfp4_tensor.quantization.experts import names_of_experts
 from nvfp4_tensor.quantization.observed_experts import finish, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import ObservedLinear
-from nvfp4_tensor.quantization.quantize_call import selected, warn_of_dense_attention
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model
 

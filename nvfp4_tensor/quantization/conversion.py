@@ -13,14 +13,13 @@ from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.matmul.backends import check_backend, check_installed
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization import observed_experts
-from nvfp4_tensor.quantization.callers import warn_of_merge
+from nvfp4_tensor.quantization.callers import once_per_call, warn_of_merge
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.experts import names_of_experts, stop_training
 from nvfp4_tensor.quantization.linear import joined_linears, quantizable, set_weight, shared_parameters
 from nvfp4_tensor.quantization.names import refused_by_name
 from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, check_observable, check_observed
-from nvfp4_tensor.quantization.quantize_call import once_per_call
 from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.quantization.trained import dense_linear, trained_in_nvfp4, warn_of_training
 from nvfp4_tensor.quantization.weights import WeightRef, dense_experts, shared_amax, with_static_amax

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.pickles import pin
-from nvfp4_tensor.dispatch.nested import is_nested, over_nested
+from nvfp4_tensor.dispatch.linears import is_nested, over_nested
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_MAX, FLOAT32_MAX, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.config import NVFP4Config
-from nvfp4_tensor.quantization.fast_path import keep_called, release
 from nvfp4_tensor.quantization.shards import refuse_dtensors
 
 MAGNITUDE_BINS = 1 << 13
@@ -207,3 +206,25 @@ def _percentile(histogram: Tensor, percentile: float) -> Tensor:
     counts = histogram.cumsum(0)
     bin_ = torch.searchsorted(counts, torch.ceil(counts[-1].double() * (percentile / 100)).long().clamp(min=1))
     return (((bin_ + 1) << 18).int() - 1).view(torch.float32)
+
+
+# --- torch's fast path of transformer encoders, which reads the weights of linears without calling them ---------------
+# nn.TransformerEncoderLayer uses it in eval mode without gradients, unless one of its modules has a hook or one of its
+# weights has a class with __torch_function__, such as NVFP4Tensor. nn.TransformerEncoder checks only the weights of its
+# first layer before it converts a padded batch to a nested tensor, which all layers then receive: see is_nested.
+
+
+@functools.partial(pin, loadable=False)
+def _no_fast_path(linear: nn.Module, args: object) -> None:
+    """Do nothing: the presence of a hook disables the fast path."""
+
+
+def keep_called(linear: nn.Linear) -> None:
+    """Disable the fast path for a linear whose forward does more than multiply by its weight."""
+    linear.register_forward_pre_hook(_no_fast_path)
+
+
+def release(linear: nn.Linear) -> None:
+    """Undo :func:`keep_called`."""
+    for key in [key for key, hook in linear._forward_pre_hooks.items() if hook is _no_fast_path]:
+        del linear._forward_pre_hooks[key]

@@ -11,12 +11,12 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization import quantize_
 
 from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.quantization.callers import Filter
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import is_conv1d, is_linear
 from nvfp4_tensor.quantization.conversion import Conversion
 from nvfp4_tensor.quantization.experts import expert_weights, is_transposed
 from nvfp4_tensor.quantization.model_plan import PARAMETER, Kind, Matrix, ModelPlan, plan_matrices
-from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 

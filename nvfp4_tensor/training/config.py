@@ -12,10 +12,10 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization.transform_module import register_quantize_module_handler
 
 from nvfp4_tensor._compat.pickles import pin
+from nvfp4_tensor.quantization.callers import once_per_call
 from nvfp4_tensor.quantization.conv1d import as_linear, is_conv1d
 from nvfp4_tensor.quantization.linear import quantizable
 from nvfp4_tensor.quantization.names import refused_by_name
-from nvfp4_tensor.quantization.quantize_call import once_per_call
 from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.training.linear.cache import WeightCodes
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.accuracy.gptq.inputs import product_of
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, list_of
+from nvfp4_tensor.quantization.callers import Filter
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.linear import shared_parameters
-from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.tensor.description import CodedTensor
 from nvfp4_tensor.tensor.fake_quantize import fake_quantize
 

@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from nvfp4_tensor.quantization.accuracy.gptq.run import find_targets
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, list_of, logits_of
+from nvfp4_tensor.quantization.callers import Filter
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.names import some
-from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.weights import WeightRef
 

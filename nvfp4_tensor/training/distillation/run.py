@@ -22,9 +22,9 @@ from tqdm import tqdm
 from nvfp4_tensor.quantization.accuracy.gptq.run import digest
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, list_of, logits_of
 from nvfp4_tensor.quantization.calibration import calibrate
+from nvfp4_tensor.quantization.callers import Filter
 from nvfp4_tensor.quantization.config import NVFP4Config, NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.linear import shared_parameters
-from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model, quantize_model
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor

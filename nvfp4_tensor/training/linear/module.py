@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from nvfp4_tensor._compat.exports import check_not_traced, refuse_export
 from nvfp4_tensor._compat.pickles import pin
-from nvfp4_tensor.dispatch.nested import is_nested, over_nested
+from nvfp4_tensor.dispatch.linears import is_nested, over_nested
 from nvfp4_tensor.numerics.codes import Codes
 from nvfp4_tensor.numerics.random_state import rng_state_of_call
-from nvfp4_tensor.quantization.fast_path import keep_called, release
+from nvfp4_tensor.quantization.observer import keep_called, release
 from nvfp4_tensor.sharding.layout import UNSHARDED_LINEAR, LinearSharding, local_shard
 from nvfp4_tensor.sharding.sequence import gather_if_sharded
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor

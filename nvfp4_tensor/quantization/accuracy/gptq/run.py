@@ -23,6 +23,7 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.accuracy.gptq.inputs import Fed, Statistics, Watch
 from nvfp4_tensor.quantization.accuracy.gptq.rounding import Factor, moved_to_inputs, round_weight
 from nvfp4_tensor.quantization.accuracy.gptq.stages import call_model, in_eval_mode, layers_of, list_of, record
+from nvfp4_tensor.quantization.callers import Filter
 from nvfp4_tensor.quantization.config import NVFP4WeightOnlyConfig
 from nvfp4_tensor.quantization.conv1d import as_linear, is_linear
 from nvfp4_tensor.quantization.experts import expert_weights
@@ -30,7 +31,6 @@ from nvfp4_tensor.quantization.linear import joined_linears, quantizable, shared
 from nvfp4_tensor.quantization.names import refused_by_name
 from nvfp4_tensor.quantization.observed_experts import ROUTED, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import check_observable
-from nvfp4_tensor.quantization.quantize_call import Filter
 from nvfp4_tensor.quantization.shards import refuse_shards
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.weights import WeightRef
