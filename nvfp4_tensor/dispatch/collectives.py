@@ -16,8 +16,8 @@ from nvfp4_tensor._compat.frames import caller_frame_locals
 from nvfp4_tensor.dispatch.table import IN_DDP, implements, unsupported
 from nvfp4_tensor.dispatch.writes import count_write
 from nvfp4_tensor.sharding import fsdp_transport
+from nvfp4_tensor.tensor.description import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 

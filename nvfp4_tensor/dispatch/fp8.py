@@ -14,9 +14,9 @@ from nvfp4_tensor.matmul import backends
 from nvfp4_tensor.matmul.fp8 import scaled_mm
 from nvfp4_tensor.numerics.choices import FP8Activations
 from nvfp4_tensor.numerics.layout import HIGH_PRECISION_DTYPES
+from nvfp4_tensor.tensor.description import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.fake_quantize import is_transformed
 from nvfp4_tensor.tensor.fp8 import E4M3, FP8Spec, FP8Tensor
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 __all__ = ["FP8Spec", "FP8Tensor"]
 

@@ -11,8 +11,8 @@ from torchao.utils import fill_defaults
 from nvfp4_tensor.dispatch.table import IN_DDP, UnsupportedError, aten, implements, unsupported
 from nvfp4_tensor.dispatch.views import on_leading, parts_of, rebuilt, stored_dim
 from nvfp4_tensor.numerics.layout import BLOCK
+from nvfp4_tensor.tensor.description import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 
 @implements(aten.index_select.default)

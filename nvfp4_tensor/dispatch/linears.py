@@ -15,9 +15,9 @@ from nvfp4_tensor.dispatch.traces import reads_parts
 from nvfp4_tensor.matmul import backends
 from nvfp4_tensor.matmul.product import linear_product
 from nvfp4_tensor.numerics.choices import ProductBackend
+from nvfp4_tensor.tensor.description import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.fake_quantize import is_transformed
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 _matmul = torch.ops.nvfp4.matmul.default
 _tracing_state = torch._C._get_tracing_state

@@ -9,9 +9,9 @@ from torchao.utils import fill_defaults
 from nvfp4_tensor.dispatch.straight_through import has_gradient, recorded, transformed
 from nvfp4_tensor.dispatch.table import UnsupportedError, aten, dense, implements, unsupported
 from nvfp4_tensor.matmul.product import grouped_product, product
+from nvfp4_tensor.tensor.description import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.fake_quantize import is_transformed
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 
 @implements([aten.mm.default, aten.bmm.default])

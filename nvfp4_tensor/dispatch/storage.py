@@ -16,9 +16,9 @@ from nvfp4_tensor.dispatch.writes import write_codes, write_zeros
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES, ceil_to
 from nvfp4_tensor.numerics.spec import QuantizeSpec
+from nvfp4_tensor.tensor.description import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, quantize
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.tiles import quantized_like
 
 _CODE_OF_ONE = 2

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map
 from nvfp4_tensor.numerics.choices import ProductBackend
 from nvfp4_tensor.numerics.hadamard import inverse_hadamard
 from nvfp4_tensor.numerics.layout import BLOCK, ceil_to
+from nvfp4_tensor.tensor.description import Args, Kwargs
 from nvfp4_tensor.tensor.fake_quantize import with_derivative_of
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.tensor.protocol import Args, Kwargs
 
 _GROUPED = (torch._grouped_mm, torch.nn.functional.grouped_mm)
 

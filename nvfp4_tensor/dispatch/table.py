@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from nvfp4_tensor._compat.frames import warn_user
 from nvfp4_tensor.dispatch.traces import check_write
 from nvfp4_tensor.numerics.layout import BLOCK, HIGH_PRECISION_DTYPES
+from nvfp4_tensor.tensor.description import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.tiles import requantize
 from nvfp4_tensor.tensor.windows import Unreadable
 

@@ -16,8 +16,8 @@ import torch
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from nvfp4_tensor.tensor.description import Op
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.tensor.protocol import Op
 
 
 class _Trace:

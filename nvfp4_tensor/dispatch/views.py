@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_map
 
 from nvfp4_tensor.dispatch.table import aten, contiguous_clone, implements, unsupported
 from nvfp4_tensor.numerics import layout
+from nvfp4_tensor.tensor.description import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.methods import OFFLOAD
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, view_of
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.windows import SplitsABlock, Window, dense_views
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from nvfp4_tensor.dispatch.table import aten, check_writable, unsupported
 from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_NAN
+from nvfp4_tensor.tensor.description import Op
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.tensor.protocol import Op
 from nvfp4_tensor.tensor.tiles import requantize
 from nvfp4_tensor.tensor.windows import Window
 

@@ -24,8 +24,8 @@ from nvfp4_tensor.distributed.bits import axis_of
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.sharding import fsdp_transport
 from nvfp4_tensor.sharding.layout import ShardedDim, all_reduce_amax
+from nvfp4_tensor.tensor.description import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 from nvfp4_tensor.training.config import training_linears
 from nvfp4_tensor.training.linear.cache import optimizer_steps
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear

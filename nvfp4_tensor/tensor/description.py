@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Container, Sequence
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 from nvfp4_tensor._compat.source_digest import source_digest
 from nvfp4_tensor._compat.torchao_import import quietly
 
 with quietly():
     from torchao.utils import TorchAOBaseTensor
+
+# The arguments (func, types, args, kwargs) with which torch calls an operator's implementation.
+Op: TypeAlias = Any
+Types: TypeAlias = Sequence[type]
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
 
 NOT_IN_SAFETENSORS = (
     "a safetensors file stores only plain tensors: use nvfp4_tensor.checkpoints.save(model, folder) for a checkpoint "

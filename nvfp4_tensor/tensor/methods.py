@@ -15,9 +15,9 @@ import torch.utils.dlpack
 from torch import Tensor
 
 from nvfp4_tensor._compat.frames import caller_frame_locals
+from nvfp4_tensor.tensor.description import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor, view_of
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
 
 
 def _implements(*functions: Any) -> Callable[[Callable], Callable]:

@@ -17,8 +17,7 @@ from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.sharding import fsdp_transport
 from nvfp4_tensor.tensor.arguments import checked_spec, resolve_arguments, resolve_rng_state, stored_spec
 from nvfp4_tensor.tensor.checks import check_fields
-from nvfp4_tensor.tensor.description import NOT_IN_SAFETENSORS, CodedTensor
-from nvfp4_tensor.tensor.protocol import Args, Kwargs, Op, Types
+from nvfp4_tensor.tensor.description import NOT_IN_SAFETENSORS, Args, CodedTensor, Kwargs, Op, Types
 from nvfp4_tensor.tensor.windows import OFFSET, STORED, Geometry, OfWindow, Stored, Unreadable, Window, find_window
 
 
