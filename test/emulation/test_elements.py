@@ -8,7 +8,7 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from nvfp4_tensor import emulation
-from nvfp4_tensor.emulation.elements import ELEMENTS
+from nvfp4_tensor.emulation.elements import ELEMENTS, floor_log2, power_of_two
 from nvfp4_tensor.emulation.modes import ScaleMode
 from nvfp4_tensor.numerics.choices import RoundingMode
 
@@ -28,6 +28,14 @@ def test_stochastic_goes_up_as_often_as_it_must(element):
             fraction = (Fraction(v.item()) - Fraction(below)) / (Fraction(above) - Fraction(below))
             assert set(values.tolist()) <= {below, above}
             assert (values == above).sum().item() == int(fraction * 65536)
+
+
+def test_powers_of_two_are_exact():
+    exponents = torch.arange(-149, 128)
+    assert power_of_two(exponents).tolist() == [2.0**e for e in range(-149, 128)]
+    assert torch.equal(floor_log2(power_of_two(exponents)), exponents.int())
+    below = power_of_two(exponents[24:]).nextafter(torch.tensor(0.0))
+    assert torch.equal(floor_log2(below), exponents[24:].int() - 1)
 
 
 # --- torchao ---------------------------------------------------------------------------------------------------------
