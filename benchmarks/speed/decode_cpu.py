@@ -57,11 +57,11 @@ def generate_with(model: nn.Module) -> Contender:
 
     def run(prompt: Tensor, count: int) -> float:
         clock = Clock()
-        model.generate(
+        ids = model.generate(
             prompt[None], attention_mask=torch.ones_like(prompt)[None], max_new_tokens=count, do_sample=False,
             cache_implementation="static", stopping_criteria=[clock],
         )  # fmt: skip
-        assert clock.first is not None
+        assert clock.first is not None and ids.shape[1] == len(prompt) + count
         return clock.last - clock.first
 
     return run

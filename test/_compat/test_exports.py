@@ -1,6 +1,7 @@
 """Exports that know no NVFP4 say so, and torch.export works."""
 
 import io
+import itertools
 
 import pytest
 import torch
@@ -66,10 +67,16 @@ EXPORTS = {
 }
 
 
-@pytest.mark.parametrize("export", EXPORTS.values(), ids=EXPORTS.keys())
-def test_an_export_without_nvfp4_names_the_one_with_it(export, model):
+CLASSES = [*itertools.product(("weight-only", "training", "FP8"), EXPORTS)]
+"""Of each class of weights or linears; the other kinds have one of these."""
+
+
+@pytest.mark.parametrize(
+    "model, export", [*CLASSES, ("W4A4", "traced"), ("NVFP4 parameters", "traced")], indirect=["model"]
+)
+def test_an_export_without_nvfp4_names_the_one_with_it(model, export):
     with pytest.raises(Exception, match=r"torch\.export\.export\(model, args\)"):
-        export(model)
+        EXPORTS[export](model)
     assert model(X).isfinite().all()  # the model is as it was
 
 
