@@ -146,6 +146,31 @@ def test_a_matrix_that_fills_the_device(cuda_library, pair):
     assert equal_bits(N.quantize_pair_values(x, *amaxes, state, *bits, False), expected)
 
 
+@pytest.mark.gpu
+@of_kernels
+def test_own_amaxes_of_any_size(cuda_library, pair):
+    """The kernel of a small matrix finds its amaxes itself, on several streams too, whose grids must not block them."""
+    state, bits = rng_state().cuda(), [spec.pack() for spec in pair]
+    tiles = torch.cuda.get_device_properties(0).multi_processor_count
+    for rows, columns in ((16, 16), (200, 336), (128 * tiles, 128), (128 * tiles + 16, 128), (2048, 16 * tiles + 16)):
+        x = torch.randn(rows, columns + 16, device="cuda").bfloat16()[:, 16:]
+        x[rows // 2, columns // 2], x[rows - 1, columns - 1] = torch.inf, -11
+        for t, codes_t in itertools.product((x, x.contiguous()), (True, False)):
+            expected = N.quantize_pair_values(t, *N.amax_pair(t, state, *bits), state, *bits, codes_t)
+            assert equal_bits(N.quantize_pair_values(t, None, None, state, *bits, codes_t), expected)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    x = x[:1024, :1024].contiguous()
+    expected = N.quantize_pair_values(x, None, None, state, *bits, True)
+    torch.cuda.synchronize()
+    results = []
+    for stream in streams * 20:
+        with torch.cuda.stream(stream):
+            results.append(N.quantize_pair_values(x, None, None, state, *bits, True))
+    torch.cuda.synchronize()
+    for result in results:
+        assert equal_bits(result, expected)
+
+
 @pytest.mark.parametrize("implementation", [N, plain], ids=["the op", "plain torch"])
 @pytest.mark.parametrize(
     "spec_t, offsets, message",

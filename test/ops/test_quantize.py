@@ -245,6 +245,28 @@ def test_fast_kernels_make_the_bits_of_the_general_one(cuda_library, mode, scale
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("block_rows", [1, 16])
+@pytest.mark.parametrize("scale", [{}, {"four_over_six": "mse"}, {"scale_search": "mse"}], ids=str)
+@pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
+def test_own_amax_of_any_size(cuda_library, dtype, scale, block_rows):
+    """The kernel of a small tensor finds the amax itself, in a CUDA graph too; of a larger one another kernel does."""
+    spec = QuantizeSpec(block_rows=block_rows, **scale).pack()
+    limit = 128 * torch.cuda.get_device_properties(0).multi_processor_count
+    for rows, columns in ((16, 16), (200, 336), (limit, 128), (limit + 16, 128), (1024, limit + 48)):
+        x = torch.randn(rows, columns + 16, device="cuda").to(dtype)[:, 16:]
+        x[rows // 2, columns // 2] = 9 if rows % 16 else torch.inf
+        x[rows - 1, columns - 1] = -11
+        for t in (x, x.contiguous()):
+            expected = N.quantize(t, N.amax(t), None, spec)
+            assert equal_bits(N.quantize(t, None, None, spec), expected)
+    graph, replayed = captured(lambda: N.quantize(x[:256, :512], None, None, spec))
+    for factor in (1, 3):
+        x *= factor
+        graph.replay()
+        assert equal_bits(replayed, N.quantize(x[:256, :512], N.amax(x[:256, :512]), None, spec))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scaled", [True, False])
 def test_fake_quantize_of_a_large_tensor(cuda_library, scaled):
     """Large enough to be quantized and decoded by two kernels, where one does not serve."""
