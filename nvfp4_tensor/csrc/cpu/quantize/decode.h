@@ -41,13 +41,18 @@ class Decoder {
 
   void operator()(const uint8_t* codes, const uint8_t* scale_bytes, Out* values) const {
     if (!by_table_) return decode_group(codes, scale_bytes, factor_, values);
-    for (int p = 0; p < kPairs; ++p) {
-      lookup_pair(codes + 16 * p, row(scale_bytes[2 * p]), row(scale_bytes[2 * p + 1]), values + 32 * p);
+    if constexpr (possible) {
+      for (int p = 0; p < kPairs; ++p) {
+        lookup_pair(codes + 16 * p, row(scale_bytes[2 * p]), row(scale_bytes[2 * p + 1]), values + 32 * p);
+      }
     }
   }
 
  private:
-  static constexpr bool possible = kDecodesByTable && sizeof(Out) == 2;
+  // Where looking values up beats computing them, an instruction set has the function for it.
+  static constexpr bool possible = sizeof(Out) == 2 && requires(const uint8_t* codes, const uint16_t* row, Out* to) {
+    lookup_pair(codes, row, row, to);
+  };
 
   const uint16_t* row(uint8_t scale) const { return reinterpret_cast<const uint16_t*>(table_[scale]); }
 

@@ -37,7 +37,6 @@ inline uint32_t lanes(Mask m) {
   return uint32_t(_mm256_movemask_ps(f.v[0])) | uint32_t(_mm256_movemask_ps(f.v[1])) << 8;
 }
 
-inline F magnitude_to_6(F a) { return min(abs(a), set(6.0f)); }
 inline F fma(F a, F b, F c) {
   return {_mm256_fmadd_ps(a.v[0], b.v[0], c.v[0]), _mm256_fmadd_ps(a.v[1], b.v[1], c.v[1])};
 }
@@ -63,13 +62,6 @@ inline F load_floats(const Bf16* p) {
   return as_float(shift_left<16>(I{_mm256_cvtepu16_epi32(load128(p, 0)), _mm256_cvtepu16_epi32(load128(p, 1))}));
 }
 inline F load_floats(const Fp16* p) { return {_mm256_cvtph_ps(load128(p, 0)), _mm256_cvtph_ps(load128(p, 1))}; }
-inline F load_floats(const float* p) { return load(p); }
-
-inline void load_pairs(const Bf16* p, F& even, F& odd) {
-  const I x = {load256(p), load256(p + 16)};
-  even = as_float(shift_left<16>(x));
-  odd = as_float(bit_and(x, set(int32_t(0xFFFF0000))));
-}
 
 // AlignedFloats 0, 2, .. 14 of 32 bits' halves, as the low 128 bits.
 inline __m128i even_words(__m256i x) {
@@ -95,12 +87,8 @@ inline void load_pairs(const float* p, F& even, F& odd) {
   split(_mm256_loadu_ps(p + 16), _mm256_loadu_ps(p + 24), even.v[1], odd.v[1]);
 }
 
-inline void store_pairs(Bf16* p, F even, F odd) {
-  const I one = set(1), half = set(0x7FFF), e = bits(even), o = bits(odd);
-  const I low = shift_right<16>(add(add(e, half), bit_and(shift_right<16>(e), one)));
-  const I high = add(add(o, half), bit_and(shift_right<16>(o), one));
-  store256(p, _mm256_blend_epi16(low.v[0], high.v[0], 0b10101010));
-  store256(p + 16, _mm256_blend_epi16(low.v[1], high.v[1], 0b10101010));
+inline I upper_halves(I low, I high) {
+  return map<I>([](__m256i a, __m256i b) { return _mm256_blend_epi16(a, b, 0b10101010); }, shift_right<16>(low), high);
 }
 
 inline void store_pairs(Fp16* p, F even, F odd) {
@@ -117,13 +105,6 @@ inline void merge(float* p, __m256 even, __m256 odd) {
 inline void store_pairs(float* p, F even, F odd) {
   merge(p, even.v[0], odd.v[0]);
   merge(p + 16, even.v[1], odd.v[1]);
-}
-
-inline I pack_codes(I even_code, I odd_code, F even_value, F odd_value) {
-  const I codes = bit_or(bit_and(even_code, set(7)), bit_and(shift_left<4>(odd_code), set(0x70)));
-  const I signs = bit_or(bit_and(shift_right<28>(bits(even_value)), set(8)),
-                         bit_and(shift_right<24>(bits(odd_value)), set(0x80)));
-  return bit_or(codes, signs);
 }
 
 // 32 lanes of a byte each to 32 bytes in order.
@@ -171,9 +152,6 @@ inline void code_pairs(const uint8_t* bytes, F* out) {
     }
   }
 }
-
-constexpr bool kDecodesByTable = false;
-inline void lookup_pair(const uint8_t*, const uint16_t*, const uint16_t*, void*) {}
 
 // --- block maxima ----------------------------------------------------------------------------------------------------
 

@@ -179,7 +179,6 @@ inline constexpr PairIndex kPairIndex;
 
 // Two blocks' values as words, looked up in their rows of 16: 64 lookups of bytes in one instruction, as VPERMW is two
 // on Intel. The index of a byte is twice the code, plus 1 for the upper byte, plus 32 in the second row.
-constexpr bool kDecodesByTable = true;
 inline void lookup_pair(const uint8_t* codes, const uint16_t* first_row, const uint16_t* second_row, void* out) {
   const __m256i first = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(first_row));
   const __m256i second = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(second_row));

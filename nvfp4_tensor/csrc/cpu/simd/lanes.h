@@ -57,8 +57,8 @@ NVFP4_INLINE F to_float(I x) {
 }
 
 // Registers at any address.
-typedef Floats LooseFloats __attribute__((aligned(4), may_alias));
-typedef Ints LooseInts __attribute__((aligned(4), may_alias));
+typedef Floats LooseFloats __attribute__((aligned(1), may_alias));
+typedef Ints LooseInts __attribute__((aligned(1), may_alias));
 NVFP4_INLINE F load(const float* p) {
   return each_part<F>([&](int i) { return Floats(*reinterpret_cast<const LooseFloats*>(p + i * kPartLanes)); });
 }
@@ -71,6 +71,8 @@ NVFP4_INLINE void store(float* p, F x) {
 NVFP4_INLINE void store(int32_t* p, I x) {
   for (int i = 0; i < kParts; ++i) *reinterpret_cast<LooseInts*>(p + i * kPartLanes) = x.v[i];
 }
+
+inline F load_floats(const float* p) { return load(p); }
 
 // Lanes 0-7 from one address, 8-15 from another.
 NVFP4_INLINE F load_halves(const float* low, const float* high) {
@@ -141,6 +143,37 @@ NVFP4_INLINE I fixed_point(F t, F a) {
   const F steps = mul(a, mul(as_float(inverse_t), set(float(2 << fraction_bits))));
   const I count = map<I>([](Floats x) { return Ints(__builtin_convertvector(x, Words)); }, steps);
   return add(add(count, bits(t)), set((6 << fraction_bits) + (6 << 23)));
+}
+
+// --- bfloat16 as upper halves of float32 -----------------------------------------------------------------------------
+
+inline void load_pairs(const Bf16* p, F& even, F& odd) {
+  const I x = load(reinterpret_cast<const int32_t*>(p));
+  even = as_float(shift_left<16>(x));
+  odd = as_float(bit_and(x, set(int32_t(0xFFFF0000))));
+}
+
+// The upper half of each lane of both, those of `low` below.
+inline I upper_halves(I low, I high);
+inline void store_pairs(Bf16* p, F even, F odd) {
+  const auto rounded = [](F x) { return add(add(bits(x), set(0x7FFF)), bit_and(shift_right<16>(bits(x)), set(1))); };
+  store(reinterpret_cast<int32_t*>(p), upper_halves(rounded(even), rounded(odd)));
+}
+
+// --- templates, so that an instruction set's own come first ---------------------------------------------------------
+
+// min(|a|, 6).
+template <typename V>
+inline F magnitude_to_6(V a) {
+  return min(abs(a), set(6.0f));
+}
+
+// Two nibbles per lane: the low three bits of each code, and the sign bits of the values they came from.
+template <typename V>
+inline I pack_codes(I even_code, I odd_code, V even_value, V odd_value) {
+  const I codes = bit_or(bit_and(even_code, set(7)), bit_and(shift_left<4>(odd_code), set(0x70)));
+  const I even = bit_and(shift_right<28>(bits(even_value)), set(8));
+  return bit_or(codes, bit_or(even, bit_and(shift_right<24>(bits(odd_value)), set(0x80))));
 }
 
 }  // namespace nvfp4::NVFP4_ISA

@@ -102,14 +102,6 @@ inline F load_floats(const Bf16* p) {
   return as_float(shift_left<16>(lanes_of(vld1q_u16(words_at(p)), vld1q_u16(words_at(p + 8)))));
 }
 inline F load_floats(const Fp16* p) { return floats_of_halves(vld1q_u16(words_at(p)), vld1q_u16(words_at(p + 8))); }
-inline F load_floats(const float* p) { return load(p); }
-
-inline void load_pairs(const Bf16* p, F& even, F& odd) {
-  I x;
-  for (int i = 0; i < 4; ++i) x.v[i] = vreinterpretq_s32_u16(vld1q_u16(words_at(p + 8 * i)));
-  even = as_float(shift_left<16>(x));
-  odd = as_float(bit_and(x, set(int32_t(0xFFFF0000))));
-}
 inline void load_pairs(const Fp16* p, F& even, F& odd) {
   const uint16x8x2_t low = vld2q_u16(words_at(p)), high = vld2q_u16(words_at(p + 16));
   even = floats_of_halves(low.val[0], high.val[0]);
@@ -123,15 +115,8 @@ inline void load_pairs(const float* p, F& even, F& odd) {
   }
 }
 
-inline void store_pairs(Bf16* p, F even, F odd) {
-  const auto rounded = [](float32x4_t x) {
-    const uint32x4_t b = vreinterpretq_u32_f32(x), last = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
-    return vaddq_u32(vaddq_u32(b, vdupq_n_u32(0x7FFF)), last);
-  };
-  for (int i = 0; i < 4; ++i) {
-    const uint32x4_t both = vsriq_n_u32(rounded(odd.v[i]), rounded(even.v[i]), 16);
-    vst1q_u16(&p[8 * i].bits, vreinterpretq_u16_u32(both));
-  }
+inline I upper_halves(I low, I high) {
+  return map<I>([](int32x4_t a, int32x4_t b) { return vsriq_n_s32(b, a, 16); }, low, high);
 }
 inline void store_pairs(Fp16* p, F even, F odd) {
   for (int i = 0; i < 4; i += 2) {
@@ -201,7 +186,6 @@ inline F e2m1_numbers(I codes) {
 }
 inline F e2m1_values(I codes) { return e2m1_numbers<0>(codes); }
 
-constexpr bool kDecodesByTable = true;
 inline void lookup_pair(const uint8_t* codes, const uint16_t* first_row, const uint16_t* second_row, void* out) {
   const uint8x16_t both = vld1q_u8(codes), even = vandq_u8(both, vdupq_n_u8(15)), odd = vshrq_n_u8(both, 4);
   const auto look_up = [](const uint16_t* row, uint8x16_t index, uint8_t* out) {

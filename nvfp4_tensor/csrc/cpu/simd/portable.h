@@ -51,8 +51,6 @@ inline uint32_t lanes(Mask m) {
   return out;
 }
 
-// min(|a|, 6).
-inline F magnitude_to_6(F a) { return min(abs(a), set(6.0f)); }
 inline F fma(F a, F b, F c) {
   return each_lane<F>([&](int lane) { return std::fma(at(a, lane), at(b, lane), at(c, lane)); });
 }
@@ -84,16 +82,13 @@ F load_floats(const T* p) {
   return each_lane<F>([&](int lane) { return float_of(p[lane]); });
 }
 
+inline I upper_halves(I low, I high) { return bit_or(shift_right<16>(low), bit_and(high, set(int32_t(0xFFFF0000)))); }
 template <typename T>
 void load_pairs(const T* p, F& even, F& odd) {
   even = each_lane<F>([&](int lane) { return float_of(p[2 * lane]); });
   odd = each_lane<F>([&](int lane) { return float_of(p[2 * lane + 1]); });
 }
 
-inline void convert(float x, Bf16& out) {
-  const uint32_t b = float_bits(x);
-  out.bits = uint16_t((b + 0x7FFF + (b >> 16 & 1)) >> 16);
-}
 inline void convert(float x, Fp16& out) { out.bits = float_to_half(x); }
 inline void convert(float x, float& out) { out = x; }
 
@@ -105,12 +100,6 @@ void store_pairs(T* p, F even, F odd) {
   }
 }
 
-// Two nibbles per lane: the low three bits of each code, and the sign bits of the values they came from.
-inline I pack_codes(I even_code, I odd_code, F even_value, F odd_value) {
-  const I codes = bit_or(bit_and(even_code, set(7)), bit_and(shift_left<4>(odd_code), set(0x70)));
-  const I even = bit_and(shift_right<28>(bits(even_value)), set(8));
-  return bit_or(codes, bit_or(even, bit_and(shift_right<24>(bits(odd_value)), set(0x80))));
-}
 // Eight registers of a byte per lane.
 inline void store_codes(uint8_t* out, const I* pairs) {
   for (int i = 0; i < kGroupBytes; ++i) out[i] = uint8_t(at(pairs[i / 16], i % 16));
@@ -131,10 +120,6 @@ inline I load_bytes(const uint8_t* p) {
 inline void store_bytes(uint8_t* out, I x) {
   for (int lane = 0; lane < 16; ++lane) out[lane] = uint8_t(at(x, lane));
 }
-
-// Whether looking a code's value up in a row of 16 words (lookup_pair) beats computing it.
-constexpr bool kDecodesByTable = false;
-inline void lookup_pair(const uint8_t*, const uint16_t*, const uint16_t*, void*) {}
 
 // Bits of the largest magnitude of each of 16 blocks; one that is not finite is larger than all that are.
 template <typename T>
