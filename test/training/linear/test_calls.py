@@ -167,7 +167,6 @@ CHANGES = {
                                   setattr(linear, "bias", None)),
     "parametrized weight": lambda linear: nn.utils.parametrizations.weight_norm(linear),
     "pruned weight": lambda linear: nn.utils.prune.random_unstructured(linear, "weight", 0.5),
-    "pruned bias": lambda linear: nn.utils.prune.random_unstructured(linear, "bias", 0.5),
     "parametrized bias": lambda linear: nn.utils.parametrize.register_parametrization(linear, "bias", nn.Tanh()),
     "a call in inference mode": inference,
     "a call of fake tensors": fake,
