@@ -37,7 +37,7 @@ def of_spec(spec):
 def of_optimizer():
     """Two steps of a matrix of codes, of bfloat16 and of float32, and of a vector, by gradients of many magnitudes."""
     wide, other = (x for name, x in few_inputs().items() if "float32" in name and name.startswith(("wide", "grid")))
-    codes = list(plain.quantize(wide, plain.amax(wide), None, QuantizeSpec().pack()))
+    codes = list(plain.quantize(wide, None, None, QuantizeSpec().pack()))
     results = []
     for weight in (codes, [wide.bfloat16()], [wide.clone()]):
         op, state = plain.adamw_step if len(weight) == 1 else plain.adamw_step_codes, moments(*wide.shape)
@@ -54,7 +54,7 @@ def of_products_operands():
     """Operands of FP8 products, and codes of a cache, rotated and not."""
     results = []
     for x in few_inputs().values():
-        weight = plain.quantize(x, plain.amax(x), None, QuantizeSpec().pack())
+        weight = plain.quantize(x, None, None, QuantizeSpec().pack())
         results += plain.fp8_operands(x, *weight)
         for rotated in (False, True):
             parts = [torch.zeros(1, 1, 48, n, dtype=torch.uint8) for n in (48, 6)] + [torch.zeros(1, 1, 48).byte()]
