@@ -123,7 +123,13 @@ def write_comparison(
     meaning = "The norm of b - a over that of a, for each tensor that is quantized or differs."
     sections = [Section("Error of each tensor", meaning, bars(errors, unit="relative error"))]
     if text is not None and quality is not None:
-        facts += _facts(quality)
+        before, after = quality.perplexity
+        facts += [
+            ("perplexity", f"{before:.3f} -> {after:.3f}"),
+            ("KL of the logits, nats", number(quality.divergence)),
+            ("same most likely token", f"{quality.agreement:.1%}"),
+            ("tokens", f"{quality.tokens:,}"),
+        ]
         sections += _of_text(text, quality)
     blocks = [(f"{b.name} [{b.row}, {b.column}:]", number(b.error), f"{b.relative:.3f}") for b in found.worst]
     sections += [
@@ -131,16 +137,6 @@ def write_comparison(
         Section("Worst blocks", "16 neighbours each.", head=("block", "error", "over its norm"), rows=blocks),
     ]
     _write(file, f"{a.name} and {b.name}", f"a: {a}, b: {b}", facts, sections)
-
-
-def _facts(quality: Quality) -> list[tuple[str, str]]:
-    before, after = quality.perplexity
-    return [
-        ("perplexity", f"{before:.3f} -> {after:.3f}"),
-        ("KL of the logits, nats", number(quality.divergence)),
-        ("same most likely token", f"{quality.agreement:.1%}"),
-        ("tokens", f"{quality.tokens:,}"),
-    ]
 
 
 def _of_text(text: Path, quality: Quality) -> list[Section]:
