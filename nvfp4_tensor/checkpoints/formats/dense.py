@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nvfp4_tensor.checkpoints.checkpoint import Checkpoint
 from nvfp4_tensor.checkpoints.formats.table import Layout, Scheme, TableFormat
 from nvfp4_tensor.checkpoints.io.folder import FolderCheckpoint
-from nvfp4_tensor.quantization.names import some
 
 
 class Dense(TableFormat):
@@ -34,12 +32,6 @@ class Dense(TableFormat):
 
     def schemes(self, checkpoint: FolderCheckpoint) -> dict[str, Scheme]:
         return {}
-
-    def check(self, checkpoint: Checkpoint) -> None:
-        quantized = [name for name, entry in checkpoint.entries.items() if entry.quantized]
-        if quantized:
-            raise ValueError(f"the format dense has no NVFP4, but {some(quantized)} are NVFP4: choose another format")
-        super().check(checkpoint)
 
 
 FORMAT = Dense()

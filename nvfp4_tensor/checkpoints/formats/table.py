@@ -338,6 +338,10 @@ class TableFormat(Format):
             raise ValueError(
                 f"{self.name} uses such names for scales of quantized weights, and {some(taken)} are dense: rename them"
             )
+        if quantized and not layout.keys:
+            raise ValueError(
+                f"the format {self.name} has no NVFP4, but {some([*quantized])} are NVFP4: choose another format"
+            )
         if not self.has_pre_scales:
             check_no_pre_scales(entries, self.name)
         check_understood(entries, checkpoint.path, self.has_pre_scales)

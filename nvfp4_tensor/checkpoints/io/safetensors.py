@@ -174,10 +174,8 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
             raise ValueError(f"{path}: expected safetensors files, found {what_is_in(path)}")
         return files, {}
     index = read_json(indices[0]).get("weight_map")
-    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-        raise ValueError(f"{indices[0]}: expected a weight_map from tensor to file, found {type(index).__name__}")
-    if not index:
-        raise ValueError(f"{indices[0]}: expected a weight_map from tensor to file, found an empty one")
+    if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+        raise ValueError(f"{indices[0]}: expected a weight_map from tensor to file, found {str(index)[:80]}")
     names = sorted(set(index.values()))
     if absent := set(names) - {each.name for each in path.iterdir() if each.is_file()}:
         raise ValueError(f"{indices[0]} names {min(absent)[:200]}, which is not in {path}")

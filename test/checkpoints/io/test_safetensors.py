@@ -84,7 +84,7 @@ def test_an_index_that_does_not_fit(tmp_path):
     for name in ("none.safetensors", f"../src/{first}", 5000 * "x", ""):
         raises(rf"names {name[:200]}, which is not in", weight_map={"x": name})
     raises("expected a weight_map", weight_map=3)
-    raises("found an empty one", weight_map={})
+    raises(r"found \{\}", weight_map={})
     file.write_text("{")
     with pytest.raises(ValueError, match=r"index\.json: expected JSON"):
         Shards(tmp_path / "src")
