@@ -31,7 +31,7 @@ F = Fault
 
 FAULTS = [
     # --- numerics: the reference decides every bit ---
-    F("numerics/philox.py", "for _ in range(7):", "for _ in range(6):", "docs/test_docs.py numerics/test_golden_bits.py"),
+    F("numerics/philox.py", "for _ in range(7):", "for _ in range(6):", "numerics/test_golden_bits.py"),
     F("numerics/reference.py", "bytes_.roll(-1, dims=-1) << 8", "bytes_.roll(1, dims=-1) << 8", "numerics/test_reference.py"),
     F("numerics/reference.py", "mode == RoundingMode.STOCHASTIC:\n        assert", "False:\n        assert", "numerics/test_reference.py"),
     F("numerics/reference.py", "below = (bits.view(torch.float8_e4m3fn).float() < v)",
