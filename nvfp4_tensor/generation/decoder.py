@@ -23,7 +23,6 @@ from nvfp4_tensor.generation.fixed_cache import (
     FixedCache,
     append,
     batch_of,
-    capacity_of,
     length_of,
     takes_steps,
 )
@@ -272,7 +271,7 @@ class Decoder:
             return None
         if type(cache) is FixedCache:
             cache.reserve(position + 1)
-        elif not plan.reads_codes or position >= capacity_of(cache):
+        elif not plan.reads_codes:
             return None
         elif padding is not None and padding.most > position - cache.layers[0].recent:
             # The latest tokens are in a ring, where attention has no start.
