@@ -73,13 +73,23 @@ def test_a_model_that_waits_for_the_device_is_not_captured(part):
 
 
 def test_compiled_blocks_are_replayed(monkeypatch):
-    """Compiled before the capture, which makes no attention mask that other steps do without."""
+    """Compiled before the capture, which makes no attention mask that other steps do without.
+
+    Replays have the bits of compiled steps that are not captured. Fused kernels round otherwise than eager ones, so
+    only the first loss, of the same weights, is near theirs (on an H200 0.4 %, and 9 % at the eighth step; weights
+    that are nudged by half a percent part by 30 %).
+    """
+    compiled = dataclasses.replace(CONFIG, compile=True)
     replays = []
     replay = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: (replays.append(1), replay(self))[1])
-    _, losses = on_gpu()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "the model waits for the device")
-        _, found = on_gpu(config=dataclasses.replace(CONFIG, compile=True))
-    assert len(replays) == 2 * 7
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=0.05, atol=0)
+        model, losses = on_gpu(config=compiled)
+    assert len(replays) == 7
+    monkeypatch.setattr(captured_step, "_EAGER_STEPS", 100)
+    launched, expected = on_gpu(config=compiled)
+    _, eager = on_gpu(steps=1)
+    assert len(replays) == 7
+    assert losses == expected and same_bits(model, launched)
+    assert losses[0] == pytest.approx(eager[0], rel=0.01) and losses[-1] < losses[0]
