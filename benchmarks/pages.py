@@ -305,13 +305,17 @@ def accuracy(labels: dict[str, str], first: str) -> str:
 
 
 def distilled() -> str:
-    """Distillation on all texts."""
+    """Distillation on all texts, a row's seeds side by side."""
     lines = []
     for subject, name in SUBJECTS.items():
+        by_name: dict[str, list[dict[str, Any]]] = {}
         for row in load(MACHINE, f"distillation_{subject}")["rows"]:
-            nats = ", ".join(f"{text} {each['increase']:.4f}" for text, each in row["texts"].items())
-            lines.append([f"{name}, {row['row'].replace(':', ', ')}", f"{row['minutes']:.1f}", nats])
-    return table(["model, format", "minutes", "nats per token over bfloat16"], lines)
+            by_name.setdefault(row["row"].partition(",seed=")[0], []).append(row)
+        for row, seeds in by_name.items():
+            nats = {text: [each["texts"][text]["increase"] for each in seeds] for text in seeds[0]["texts"]}
+            cells = ", ".join(f"{text} {'/'.join(f'{each:.4f}' for each in found)}" for text, found in nats.items())
+            lines.append([f"{name}, {row.replace(':', ', ')}", f"{seeds[0]['minutes']:.1f}", cells])
+    return table(["model, format", "minutes", "nats per token over bfloat16, by seed"], lines)
 
 
 def own() -> str:
