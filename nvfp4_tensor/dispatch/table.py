@@ -148,11 +148,10 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     if torch.Tag.inplace_view in func.tags or func in (aten._resize_output_.default, aten.retain_grad.default):
         raise unsupported(func, "it would change a shape or a storage in place")
     written: dict[int, tuple[NVFP4Tensor, Tensor]] = {}
-    targets = {id(each) for each in written_by(func, args, kwargs)}
 
     def decoded(value: Any) -> Any:
-        if not isinstance(value, NVFP4Tensor) or id(value) not in targets:
-            return dense(value)
+        if not isinstance(value, NVFP4Tensor):
+            return value
         if id(value) not in written:
             check_writable(func, value, new_scale=True)
             if value.spec.hadamard_sign is not None:
@@ -160,7 +159,13 @@ def _write(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
             written[id(value)] = value, value.dequantize()
         return written[id(value)][1]
 
-    result = func(*tree_map(decoded, args), **tree_map(decoded, kwargs))
+    arguments = {argument.name: argument for argument in func._schema.arguments}
+
+    def prepared(name: str, value: Any) -> Any:  # what is read has values of its own, also of a tensor that is written
+        alias = arguments[name].alias_info
+        return tree_map(decoded if alias is not None and alias.is_write else dense, value)
+
+    result = func(*map(prepared, arguments, args), **{name: prepared(name, value) for name, value in kwargs.items()})
     if "lerp" in func._schema.name and not all(t.spec.is_stochastic for t, _ in written.values()):
         warn_user(HARDLY_MOVES)
     for t, values in written.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ def is_matched(name: str, patterns: Iterable[str]) -> bool:
     return False
 
 
+@functools.cache  # re keeps 512, fewer than a folder may have
 def _compiled(expression: str) -> re.Pattern[str]:
     try:
         return re.compile(expression)

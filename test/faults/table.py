@@ -110,7 +110,7 @@ FAULTS = [
     F("checkpoints/sources/layouts.py", "(0, 4, 1, 5, 2, 6, 3, 7)", "(0, 1, 2, 3, 4, 5, 6, 7)", "checkpoints/sources/test_libraries.py"),
     F("checkpoints/sources/libraries.py", "if order is None:", "if True:",
       "checkpoints/sources/test_libraries.py"),
-    F("checkpoints/formats/unlabelled.py", "for each in (config, *inner)]", "for each in (config,)]", "checkpoints/sources/test_reading.py"),
+    F("checkpoints/sources/reading.py", "for each in (config, *inner)]", "for each in (config,)]", "checkpoints/sources/test_reading.py"),
     F("numerics/fp8.py", "skipped, -(skipped + rows) % height", "skipped, height - (skipped + rows) % height", "tensor/test_fp8.py"),
     F("checkpoints/io/resumable_write.py", "if not _lock(lock) or not _is_at(lock, path):", "if not _is_at(lock, path):",
       "checkpoints/io/test_resumable_write.py"),

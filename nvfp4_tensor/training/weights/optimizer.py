@@ -77,6 +77,8 @@ class NVFP4Optimizer(WeightOptimizer):
             raise TypeError(f"inner is a class of optimizer, torch.optim.AdamW for instance, not {inner!r}")
         if issubclass(inner, torch.optim.LBFGS | NVFP4Optimizer):
             raise ValueError(f"{inner.__name__} does not update parameters one at a time: use AdamW or SGD")
+        if issubclass(inner, torch.optim.SparseAdam):
+            raise ValueError("SparseAdam needs sparse gradients, but gradients of NVFP4 weights are dense: use Adam")
         _refuse_states(options)
         sample = nn.Parameter(torch.zeros(1, 1, dtype=torch.float32))
         self._inner = inner([sample], **options)

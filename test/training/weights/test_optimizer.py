@@ -178,6 +178,7 @@ def of(inner, named=False, **options):
 test_errors = refuses(
     (of("adamw"), "class of optimizer"),
     (of(torch.optim.LBFGS), "LBFGS does not update"),
+    (of(torch.optim.SparseAdam), "needs sparse gradients"),
     (of(torch.optim.Muon, named=True), "bias has 1 dimensions"),
     (of(torch.optim.AdamW, round_mode="away"), "'stochastic' or 'rne'"),
     (of(torch.optim.AdamW, error_feedback="gradient"), "False or 'momentum'"),
