@@ -87,17 +87,14 @@ class CompressedTensors(TableFormat):
         found = [{"targets": modules[key] if len(groups) > 1 else ["Linear"], **group} for key, group in groups.items()]
         formats = sorted({group["format"] for group in found})
         cache = checkpoint.cache
+        scheme = {**_CACHE, **cache} if isinstance(cache, dict) else _CACHE if is_fp8_cache(cache) else None
         return {
             "quant_method": "compressed-tensors",
             "format": "mixed-precision" if len(formats) > 1 else formats[0],
             "quantization_status": "compressed",
             "config_groups": {f"group_{i}": group for i, group in enumerate(found)},
             "ignore": dense_linears(checkpoint),
-            "kv_cache_scheme": {**_CACHE, **cache}
-            if isinstance(cache, dict)
-            else _CACHE
-            if is_fp8_cache(cache)
-            else None,
+            "kv_cache_scheme": scheme,
             "global_compression_ratio": None,
         }
 
