@@ -149,7 +149,7 @@ def test_a_matrix_that_fills_the_device(cuda_library, pair):
 @pytest.mark.gpu
 @of_kernels
 def test_own_amaxes_of_any_size(cuda_library, pair):
-    """The kernel of a small matrix finds its amaxes itself, on several streams too, whose grids must not block them."""
+    """The bits of amaxes that are given, on several streams at once, too."""
     state, bits = rng_state().cuda(), [spec.pack() for spec in pair]
     tiles = torch.cuda.get_device_properties(0).multi_processor_count
     for rows, columns in ((16, 16), (200, 336), (128 * tiles, 128), (128 * tiles + 16, 128), (2048, 16 * tiles + 16)):

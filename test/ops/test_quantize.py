@@ -249,7 +249,7 @@ def test_fast_kernels_make_the_bits_of_the_general_one(cuda_library, mode, scale
 @pytest.mark.parametrize("scale", [{}, {"four_over_six": "mse"}, {"scale_search": "mse"}], ids=str)
 @pytest.mark.parametrize("dtype", HIGH_PRECISION_DTYPES, ids=str)
 def test_own_amax_of_any_size(cuda_library, dtype, scale, block_rows):
-    """The kernel of a small tensor finds the amax itself, in a CUDA graph too; of a larger one another kernel does."""
+    """The bits of an amax that is given, in a CUDA graph too."""
     spec = QuantizeSpec(block_rows=block_rows, **scale).pack()
     limit = 128 * torch.cuda.get_device_properties(0).multi_processor_count
     for rows, columns in ((16, 16), (200, 336), (limit, 128), (limit + 16, 128), (1024, limit + 48)):
