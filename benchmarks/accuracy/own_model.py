@@ -47,6 +47,8 @@ KINDS = {
 }  # fmt: skip
 SYSTEM = ("/usr/include", "/usr/local/include", "/usr/local/cuda/include", "/usr/share/doc", "/usr/lib/python3")
 VOCABULARY, END = 16_384, "<|endoftext|>"
+BRANCH, BRANCHES_AT = "branch.pt", 0.95
+"""A checkpoint at this share of the steps, from which benchmarks.accuracy.own_model_branches trains."""
 LARGEST_FILE, TOKENIZER_BYTES, HELD_OUT_BYTES, EVALUATION_WINDOWS = 400_000, 32_000_000, 3_000_000, 32
 
 
@@ -194,6 +196,8 @@ def train(trainer: Trainer, folder: Path, deadline: float, log: dict[str, Any], 
 
     while trainer.step < steps and time.perf_counter() < deadline:
         loss = trainer.train_step()
+        if trainer.step == int(BRANCHES_AT * steps):
+            train_llama.save(trainer.state_dict(), folder / BRANCH)
         if trainer.step % every == 0 or trainer.step == steps:
             print(f"step {trainer.step} of {steps}: loss {loss.item():.4f}", flush=True)
             if time.perf_counter() - saved > save_every:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.accuracy import distillation as benchmark
-from benchmarks.accuracy import own_model, perplexity, texts
+from benchmarks.accuracy import own_model, own_model_branches, perplexity, texts
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -82,6 +82,18 @@ def test_the_saved_model_is_the_trained_one(folder):
     assert (row["text"], row["tokens"]) == ("python", 2048)
     seen = texts.ngrams(torch.cat(list(found["evaluation"].values())).view(-1, 1024)).flatten()
     assert not torch.isin(texts.ngrams(found["training"]), seen).any()
+
+
+def test_branches_of_the_model(folder, monkeypatch, tmp_path):
+    """The branch in bfloat16 ends as the model did; a recipe's deployed loss is that of its training's arithmetic."""
+    run(monkeypatch, own_model_branches, "--folder", folder, "--out", tmp_path)
+    rows = json.loads((tmp_path / f"cpu/{folder.name}_branches.json").read_text())["rows"]
+    nats = {row["name"]: {how: texts["python"]["increase"] for how, texts in row["judged"].items()} for row in rows}
+    assert list(nats) == [*own_model_branches.RECIPES, *own_model_branches.MEANS]
+    assert abs(nats["bf16"]["bfloat16"]) < 1e-3 and {row["steps"] for row in rows} == {1}
+    for recipe in ("nvidia", "accurate", "unbiased"):
+        assert nats[recipe]["W4A4"] == pytest.approx(nats[recipe]["trained"], abs=1e-3)
+    assert all(abs(each) < 0.1 for judged in nats.values() for each in judged.values())
 
 
 def test_rows_of_the_model(folder, monkeypatch, tmp_path):
