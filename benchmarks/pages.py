@@ -1,4 +1,4 @@
-"""The measured tables of the documentation and the figure, from benchmarks/results: python -m benchmarks.pages
+"""The measured tables of the documentation and the figures, from benchmarks/results: python -m benchmarks.pages
 
 A page has its tables between comments that name them (:data:`BLOCKS`); all numbers come from the JSON of benchmarks.
 ``make docs`` writes them, and a test compares. This needs no torch.
@@ -21,7 +21,7 @@ from benchmarks.performance_figure import Line, Panel, draw
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "docs" / name for name in ("performance.md", "guides/accuracy.md")]
-FIGURE = ROOT / "docs" / "images" / "speed.svg"
+IMAGES = ROOT / "docs" / "images"
 PEERS = ("humming", "quack")
 KINDS = {"single": "single", "chain": "in a chain"}
 MODELS = {"mixtral": "Mixtral-8x7B", "deepseek": "DeepSeek-like"}
@@ -125,18 +125,14 @@ def gradients() -> str:
 
 
 def products_cpu() -> str:
-    tables, runs = [], load("cpu", "matmul")["runs"]
-    for count in dict.fromkeys(run["threads"] for run in runs):
-        large, *layers = (run for run in runs if run["threads"] == count)
-        threads = f"{count} thread{'s' if count > 1 else ''}"
-        header = [f"{name_of(large['shape'])}, {threads}; rows of x", *(f"{row['m']:,}" for row in large["single"])]
-        time = [seconds(row["nvfp4"]["median"]) for row in large["single"]]
-        tables.append(
-            table(header, [["time", *time], ["times as fast", *map(times, ratios(large, "single", "nvfp4"))]])
-        )
-        small = ", ".join(f"{name_of(run['shape'])} {times(ratios(run, 'single', 'nvfp4')[0])}" for run in layers)
-        tables.append(f"One row of x and SmolLM2-135M's layers: {small}.")
-    return "\n\n".join(tables)
+    runs = load("cpu", "matmul")["runs"]
+    count = max(run["threads"] for run in runs)
+    large, *layers = (run for run in runs if run["threads"] == count)
+    header = [f"{name_of(large['shape'])}, {count} threads; rows of x", *(f"{row['m']:,}" for row in large["single"])]
+    time = [seconds(row["nvfp4"]["median"]) for row in large["single"]]
+    rows = [["time", *time], ["times as fast", *map(times, ratios(large, "single", "nvfp4"))]]
+    small = ", ".join(f"{name_of(run['shape'])} {times(ratios(run, 'single', 'nvfp4')[0])}" for run in layers)
+    return f"{table(header, rows)}\n\nOne row of x and SmolLM2-135M's layers: {small}."
 
 
 def products_amx() -> str:
@@ -222,15 +218,14 @@ def batches() -> str:
 
 
 def quantize(machine: str, subject: str = "quantize") -> str:
-    result = load(machine, subject)
-    tables = []
-    for run in result["runs"]:
+    runs, tables = load(machine, subject)["runs"], []
+    for run in runs if machine != "cpu" else [max(runs, key=operator.itemgetter("threads"))]:
         threads = f", threads: {run['threads']}" if machine == "cpu" else ""
         title = f"{name_of(run['shape'])}{threads}; copy {run['copy'] / 1e9:,.0f} GB/s"
         rows = [
             [case["name"], seconds(case["median"]), f"{100 * case['share']:.0f} %",
              *(digits(case["times"][peer]) if peer in case["times"] else "" for peer in ("torchao", "compiled"))]
-            for case in run["subjects"]
+            for case in run["subjects"] if not case["name"].endswith(("scales up", "8 bits"))
         ]  # fmt: skip
         tables.append(table([title, "time", "of copy", "x torchao", "x compiled"], rows))
     return "\n\n".join(tables)
@@ -258,6 +253,8 @@ ACTIVATIONS = {
     "w4a4_rows_gptq": "GPTQ + scale search, one scale per token *",
     "w4a4_gptq": "GPTQ + scale search *", "w4a4_search": "scale search", "w4a4_nearest": "to nearest",
 }  # fmt: skip
+CACHES = {"cache": "the latest 64 tokens dense", "cache_as_it_is": "the same, keys not rotated",
+          "cache_no_dense": "every token rounded, new ones too"}  # fmt: skip
 
 
 def rows_of(subject: str) -> dict[str, dict[str, Any]]:
@@ -279,43 +276,59 @@ def duration(row: dict[str, Any]) -> str:
     return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
 
 
-def cells(row: dict[str, Any] | None) -> list[str]:
-    """The increase, KL and agreement on the first text."""
+def dense_perplexity(row: dict[str, Any]) -> str:
+    """The dense model's on the first text: of a model trained again, it is another."""
+    return f"{next(iter(row['texts'].values()))['dense_perplexity']:.3f}"
+
+
+def cells(row: dict[str, Any] | None, dense: str) -> list[str]:
+    """The increase, KL and agreement on the first text; a mark if the dense model's perplexity is not ``dense``."""
     if row is None:
         return [""] * 3
-    found = next(iter(row["texts"].values()))
-    nats = f"{found['increase']:.4f} ± {found['standard_error']:.4f}"
+    found, mark = next(iter(row["texts"].values())), "" if dense_perplexity(row) == dense else " †"
+    nats = f"{found['increase']:.4f} ± {found['standard_error']:.4f}{mark}"
     return [nats, f"{found['kl']:.4f}", f"{100 * found['agreement']:.1f} %"]
 
 
 def accuracy(labels: dict[str, str], first: str) -> str:
     """The table of some rows: both models side by side, with the time and memory that SmolLM2's took."""
     by_model = {name: rows_of(subject) for subject, name in SUBJECTS.items()}
+    dense = [dense_perplexity(found["bf16"]) for found in by_model.values()]
     heads, lines = [first], []
-    for name, found in by_model.items():
-        text, judged = next(iter(next(iter(found.values()))["texts"].items()))
-        heads += [f"{name}, {text} ({judged['dense_perplexity']:.3f}): nats", "KL", "same token"]
+    for (name, found), each in zip(by_model.items(), dense, strict=True):
+        heads += [f"{name}, {next(iter(found['bf16']['texts']))} ({each}): nats", "KL", "same token"]
     for key, label in labels.items():
         own = [found.get(key) for found in by_model.values()]
         if known := [row for row in own if row is not None]:
             memory = known[0]["memory_gb"]
             made = [duration(known[0]), f"{memory:.1f} GB" if memory else "CPU"]
-            lines.append([label, *(cell for row in own for cell in cells(row)), *made])
+            found = [cell for row, each in zip(own, dense, strict=True) for cell in cells(row, each)]
+            lines.append([label, *found, *made])
     return table([*heads, "made in", "memory"], lines)
 
 
 def distilled() -> str:
     """Distillation on all texts, a row's seeds side by side."""
-    lines = []
-    for subject, name in SUBJECTS.items():
+    lines, cpu = [], ("cpu", "smollm2", "SmolLM2 on two CPU cores")
+    for machine, subject, name in (*((MACHINE, *each) for each in SUBJECTS.items()), cpu):
         by_name: dict[str, list[dict[str, Any]]] = {}
-        for row in load(MACHINE, f"distillation_{subject}")["rows"]:
+        for row in load(machine, f"distillation_{subject}")["rows"]:
             by_name.setdefault(row["row"].partition(",seed=")[0], []).append(row)
         for row, seeds in by_name.items():
             nats = {text: [each["texts"][text]["increase"] for each in seeds] for text in seeds[0]["texts"]}
             cells = ", ".join(f"{text} {'/'.join(f'{each:.4f}' for each in found)}" for text, found in nats.items())
             lines.append([f"{name}, {row.replace(':', ', ')}", f"{seeds[0]['minutes']:.1f}", cells])
     return table(["model, format", "minutes", "nats per token over bfloat16, by seed"], lines)
+
+
+def branches() -> str:
+    """What training the second model's last steps by other means costs, on all texts."""
+    heads, lines = ["the last steps by", "as trained", "in bfloat16", "as W4A4", "peak"], []
+    for row in load(MACHINE, "own_model_branches")["rows"]:
+        judged = [row["judged"].get(how, {}) for how in ("trained", "bfloat16", "W4A4")]
+        nats = ["/".join(f"{each['increase']:.4f}" for each in texts.values()) for texts in judged]
+        lines.append([f"`{row['name']}`", *nats, f"{row['memory_gb']:.0f} GB"])
+    return table(heads, lines)
 
 
 def own() -> str:
@@ -330,11 +343,11 @@ def own() -> str:
     )
 
 
-# --- the figure -----------------------------------------------------------------------------------------------------
+# --- the figures -----------------------------------------------------------------------------------------------------
 
 
-def figure() -> str:
-    """Return the figure of the page as SVG."""
+def speed() -> str:
+    """Return the figure of the products' speed as SVG."""
     result = load("h200", "matmul")
     runs, rows = result["runs"], [case["m"] for case in result["runs"][0]["chain"]]
 
@@ -350,6 +363,21 @@ def figure() -> str:
     cpu = Panel(f"{run['threads']} cores of an {processor}", name_of(run["shape"]), [line])
     return draw([gpu, cpu], x_title="rows of x (tokens)", y_title="times as fast as torch's bfloat16")
 
+
+def distillation() -> str:
+    """Return the figure of W4A4's loss by minutes of distillation as SVG."""
+    panels = []
+    for machine, row in (MACHINE, rows_of("smollm2")["w4a4"]), ("cpu", load("cpu", "distillation_smollm2")["rows"][0]):
+        minutes = [point["minutes"] for point in row["curve"]]
+        lines = [Line(text, minutes, [point["texts"][text]["increase"] for point in row["curve"]])
+                 for text in row["texts"]]  # fmt: skip
+        where = "Two cores of a Xeon" if machine == "cpu" else "One NVIDIA H200"
+        panels.append(Panel(where, f"SmolLM2-135M, W4A4, {row['tokens'] / 1e6:.1f} million tokens", lines, 0.1, 0.0))
+    return draw(panels, x_title="minutes of training", y_title="nats per token over bfloat16")
+
+
+FIGURES = {"speed": speed, "distillation": distillation}
+"""Name of an image -> its SVG."""
 
 # --- the pages -------------------------------------------------------------------------------------------------------
 
@@ -373,7 +401,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "recipes": measured(recipes, "h200", "training_quality_25m_last_0.25"),
     "weights": lambda: accuracy(WEIGHTS, "weights"),
     "activations": lambda: accuracy(ACTIVATIONS, "weights and activations (W4A4)"),
+    "caches": lambda: accuracy(CACHES, "key-value cache"),
     "distilled": distilled,
+    "branches": branches,
     "own": own,
 }
 """Name -> what a page has between its comments."""
@@ -389,8 +419,9 @@ def page(path: Path) -> str:
 
 
 def main() -> None:
-    """Write the pages and the figure."""
-    FIGURE.write_text(figure())
+    """Write the pages and the figures."""
+    for name, make in FIGURES.items():
+        (IMAGES / f"{name}.svg").write_text(make())
     for path in PAGES:
         path.write_text(page(path))
 

@@ -17,16 +17,22 @@ class Line(NamedTuple):
     """A line of values over rows of x."""
 
     name: str
-    x: Sequence[int]
+    x: Sequence[float]
     y: Sequence[float]
 
 
 class Panel(NamedTuple):
-    """One chart: a logarithmic x axis, and a y axis from zero."""
+    """One chart: a logarithmic x axis, and a y axis from zero.
+
+    step: between the lines of the grid, by default 0.5 or 1.
+    base: where bfloat16 is, dashed.
+    """
 
     title: str
     subtitle: str
     lines: Sequence[Line]
+    step: float | None = None
+    base: float = 1.0
 
 
 def _text(
@@ -38,7 +44,7 @@ def _text(
 
 def _panel(panel: Panel, start: float, x_title: str, y_title: str) -> str:
     xs, most = [x for line in panel.lines for x in line.x], max(y for line in panel.lines for y in line.y)
-    step = 0.5 if most <= 4 else 1.0
+    step = panel.step or (0.5 if most <= 4 else 1.0)
     top, first, last = math.ceil(most / step) * step, math.log2(min(xs)), math.log2(max(xs))
     left, right, bottom = start + LEFT, start + PANEL_WIDTH - RIGHT, PANEL_HEIGHT - BOTTOM
 
@@ -54,8 +60,8 @@ def _panel(panel: Panel, start: float, x_title: str, y_title: str) -> str:
         svg += f'<path d="M{left:.1f} {y:.1f}H{right:.1f}" stroke="{FAINT}" stroke-width="1"/>\n'
         svg += _text(left - 8, y + 4, f"{i * step:g}", anchor="end")
     dashes = f'stroke="{INK}" stroke-width="1.5" stroke-dasharray="5 4"'
-    svg += f'<path d="M{left:.1f} {y_of(1.0):.1f}H{right:.1f}" {dashes}/>\n'
-    svg += _text(left + 4, y_of(1.0) + 15, "bfloat16", size=11)
+    svg += f'<path d="M{left:.1f} {y_of(panel.base):.1f}H{right:.1f}" {dashes}/>\n'
+    svg += _text(left + 4, y_of(panel.base) + (15 if panel.base else -5), "bfloat16", size=11)
     for power in range(math.ceil(first), math.floor(last) + 1, 2):
         svg += _text(x_of(2**power), bottom + 18, f"{2**power:,}", anchor="middle")
     centre = (TOP + bottom) / 2
