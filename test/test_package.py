@@ -39,7 +39,8 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sdist's one folder."""
     target = tmp_path_factory.mktemp("sdist")
     with tarfile.open(build("sdist", ROOT, target, {})) as archive:
-        archive.extractall(target, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # type: ignore[assignment]  # since 3.11.4
+        archive.extractall(target)
     (folder,) = (path for path in target.iterdir() if path.is_dir())
     return folder
 
