@@ -72,13 +72,17 @@ class Logits:
             return SimpleNamespace(logits=self.model(ids))
 
 
-def deployed(model: nn.Module, recipe: str) -> nn.Module:
-    """A copy in W4A4, its linears quantized as the recipe's forward does."""
+def forward_of(recipe: str) -> NVFP4Config:
+    """W4A4 as the recipe's forward quantizes, to nearest where it does not."""
     forward = training.RECIPES.get(recipe)
-    config = NVFP4Config(weight_spec=(forward and forward.w) or QuantizeSpec(),
-                         activation_spec=(forward and forward.x) or QuantizeSpec())  # fmt: skip
+    return NVFP4Config(weight_spec=(forward and forward.w) or QuantizeSpec(),
+                       activation_spec=(forward and forward.x) or QuantizeSpec())  # fmt: skip
+
+
+def deployed(model: nn.Module, recipe: str) -> nn.Module:
+    """A copy in W4A4. Linears that servers join share a scale, which training did not."""
     model = training.to_dense(copy.deepcopy(model)).eval()
-    quantize_(model, config, filter_fn=training.keep_dense("head"))
+    quantize_(model, forward_of(recipe), filter_fn=training.keep_dense("head"))
     return model
 
 
