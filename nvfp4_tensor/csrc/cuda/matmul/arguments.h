@@ -103,6 +103,11 @@ inline void place_w_scale(Problem& p, const Tensor& factor) {
   p.w_scale_expert = factor.numel() == 1 ? 0 : p.w_scale_step ? p.N : 1;
 }
 
+// The product of a problem that has x, factors, bias and y already, by the kernel that is fastest: what nvfp4::matmul
+// does behind its checks. x: where p.x lies. w_factor: a factor inside the sums, of transposed products.
+void multiply(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
+              const std::optional<Tensor>& w_factor, int64_t columns, bool transposed, cudaStream_t stream);
+
 // --- which kernel ----------------------------------------------------------------------------------------------------
 
 inline Choice choose_kernel(const Problem& p) {

@@ -25,7 +25,7 @@ constexpr int kSuccess = 0, kFloatSums = 68;  // CUBLAS_STATUS_SUCCESS, CUBLAS_C
 constexpr int kPointerMode = 2, kOperationOfA = 3, kEpilogue = 7, kBiasPointer = 8;
 constexpr int32_t kDeviceScalars = 1, kAlphaVectorBetaZero = 3, kTranspose = 1, kAddBias = 4;
 // attributes of a preference, and a value: partial sums are added in float32
-constexpr int kMostWorkspace = 1, kReductions = 3, kAlignmentOfB = 6;
+constexpr int kMostWorkspace = 1, kReductions = 3, kAlignmentOfB = 6, kAlignmentOfC = 7, kAlignmentOfD = 8;
 constexpr uint32_t kFloatReductions = 2;
 
 struct Choice {  // cublasLtMatmulHeuristicResult_t
@@ -106,16 +106,25 @@ Object handle_of(int device) {
 // Everything that cuBLASLt chooses by. It counts in columns: y^T (N, M) = op(w^T) x^T.
 struct Shape {
   int device, M, N, K;
-  int64_t x_row;
+  int64_t x_row, y_row;
   bool along_rows, alpha_per_row, has_bias;
-  uint32_t x_alignment;
+  uint32_t x_alignment, y_alignment;
   Dtype dtype;
 
-  auto key() const { return std::tie(device, M, N, K, x_row, along_rows, alpha_per_row, has_bias, x_alignment, dtype); }
+  auto key() const {
+    return std::tie(device, M, N, K, x_row, y_row, along_rows, alpha_per_row, has_bias, x_alignment, y_alignment,
+                    dtype);
+  }
   bool operator<(const Shape& other) const { return key() < other.key(); }
 };
 
-constexpr uint32_t kAllocated = 256;  // bytes to which w and y are aligned, as cuBLASLt assumes of all
+constexpr uint32_t kAllocated = 256;  // bytes to which w is aligned, as cuBLASLt assumes of all
+
+uint32_t alignment_of(const void* at) {
+  uint32_t alignment = kAllocated;
+  while (reinterpret_cast<uintptr_t>(at) % alignment) alignment /= 2;
+  return alignment;
+}
 
 __device__ const float kZero = 0;
 
@@ -132,11 +141,13 @@ class Product {
               library.set_product(product_, kPointerMode, &mode, sizeof mode) == kSuccess &&
               library.create_layout(&w_, type, w_rows, w_columns, w_rows) == kSuccess &&
               library.create_layout(&x_, type, s.K, s.M, s.x_row) == kSuccess &&
-              library.create_layout(&y_, type, s.N, s.M, s.N) == kSuccess &&
+              library.create_layout(&y_, type, s.N, s.M, s.y_row) == kSuccess &&
               library.create_preference(&preference) == kSuccess &&
               library.set_preference(preference, kMostWorkspace, &most_workspace, sizeof most_workspace) == kSuccess &&
               library.set_preference(preference, kReductions, &kFloatReductions, sizeof(uint32_t)) == kSuccess &&
-              library.set_preference(preference, kAlignmentOfB, &s.x_alignment, sizeof(uint32_t)) == kSuccess;
+              library.set_preference(preference, kAlignmentOfB, &s.x_alignment, sizeof(uint32_t)) == kSuccess &&
+              library.set_preference(preference, kAlignmentOfC, &s.y_alignment, sizeof(uint32_t)) == kSuccess &&
+              library.set_preference(preference, kAlignmentOfD, &s.y_alignment, sizeof(uint32_t)) == kSuccess;
     if (ok && s.along_rows) ok = library.set_product(product_, kOperationOfA, &kTranspose, sizeof(int32_t)) == kSuccess;
     if (ok && s.has_bias) ok = library.set_product(product_, kEpilogue, &kAddBias, sizeof(int32_t)) == kSuccess;
     int found = 0;
@@ -172,15 +183,22 @@ class Product {
 // A thread's own, for it keeps a bias; forgotten where shapes never come again. Null where there is none.
 const Product* product_of(const Problem& p, Sum sum) {
   constexpr size_t kMostKept = 512;
-  uint32_t alignment = kAllocated;
-  while (reinterpret_cast<uintptr_t>(p.x) % alignment) alignment /= 2;
   int device = 0;
   cudaGetDevice(&device);
   const Object handle = handle_of(device);
   if (!handle) return nullptr;
-  const Shape shape{
-      device,    p.M,      p.N, p.K, p.x_row, sum == Sum::kAlongRowsOfW, p.w_scale_step != 0, p.bias != nullptr,
-      alignment, p.x_dtype};
+  const Shape shape{device,
+                    p.M,
+                    p.N,
+                    p.K,
+                    p.x_row,
+                    p.y_row,
+                    sum == Sum::kAlongRowsOfW,
+                    p.w_scale_step != 0,
+                    p.bias != nullptr,
+                    alignment_of(p.x),
+                    alignment_of(p.y),
+                    p.x_dtype};
   thread_local std::map<Shape, Product> products;
   if (products.size() >= kMostKept && !products.count(shape)) products.clear();
   const Product& product = products.try_emplace(shape, *Library::found(), handle, shape).first->second;
@@ -198,7 +216,8 @@ bool fits_matmul_dense(const Problem& p, Sum sum) {
   if (p.x_dtype == Dtype::kFloat || p.y_dtype != p.x_dtype || p.experts != 1 || p.offs || p.K == 0) return false;
   if (!p.w_scale || (p.w_scale_step && !on_16_bytes(p.w_scale)) || (p.x_scale && p.x_scale_step)) return false;
   // Where rows are not aligned, cuBLASLt's kernels round before they add a bias too (17 columns on an H200).
-  const bool rows_are_aligned = on_16_bytes(p.x) && p.x_row % 8 == 0 && p.N % 8 == 0 && p.K % 8 == 0;
+  const bool rows_are_aligned = on_16_bytes(p.x) && p.x_row % 8 == 0 && p.N % 8 == 0 && p.y_row % 8 == 0 &&
+                                p.K % 8 == 0;
   const bool is_vector = p.bias_dtype == p.y_dtype && p.bias_column == 1 && p.bias_row == 0 && on_16_bytes(p.bias);
   if (p.bias && !(is_vector && rows_are_aligned)) return false;
   return Library::found() && product_of(p, sum);

@@ -63,7 +63,7 @@ class TokenTiles {
 
 // Zeros for one row of y, by so many threads.
 __device__ __forceinline__ void zero_row(const Problem& p, int64_t row, int thread, int threads) {
-  for (int n = thread; n < p.N; n += threads) store_rounded(p.y, p.y_dtype, row * p.N + n, 0);
+  for (int n = thread; n < p.N; n += threads) store_rounded(p.y, p.y_dtype, row * p.y_row + n, 0);
 }
 
 #endif  // __CUDACC__

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cuda/generation/ops.h"
+#include "cuda/host/scratch.h"
 #include "cuda/host/tensors.h"
 #include "cuda/matmul/arguments.h"
 
@@ -55,81 +56,115 @@ struct OneProduct {
   }
 };
 
-// Cycles that the launch takes which puts separate products one behind the other.
+// Cycles that each further launch takes.
 constexpr int kJoinCycles = 4000;
 
-// All products, where each one's own choice is a few-rows kernel, or one launch of Hopper's is faster than theirs.
-struct FewRows {
-  std::vector<OneProduct> held;
-  std::vector<Problem> sets;
-  Tensor x;  // as the kernels take it
-  bool serves = false;
-
-  FewRows(const Tensor& given, const Weights& w) {
-    const int64_t inner = given.size(given.dim() - 1), rows = leading_rows(given);
+// Products that share x, into columns of one y: by Hopper's few-rows kernel or its many-rows kernel in one launch where
+// that is faster, or one after another.
+class Products {
+ public:
+  Products(const Tensor& given, const Weights& w, cudaStream_t stream) : op_(w.op), stream_(stream) {
+    for (size_t i = 0; i < w.count(); ++i) {
+      if (w.rows(i) == 0) continue;
+      held_.emplace_back(given, w, i);
+      Problem& p = held_.back().p;
+      if (sets_.empty()) {
+        x_ = place_x(p, given);
+      } else {
+        p.x = sets_[0].x, p.x_dtype = sets_[0].x_dtype, p.x_row = sets_[0].x_row;
+      }
+      sets_.push_back(p);
+    }
+    const int64_t rows = leading_rows(given);
     const ScalarType type = given.scalar_type();
     const bool is_half = type == ScalarType::BFloat16 || type == ScalarType::Half;
-    if (rows < 1 || rows > costs::kMostRowsOfFewRows || inner == 0 || !is_half) return;
+    if (sets_.size() < w.count() || rows < 1 || given.size(given.dim() - 1) == 0 || !is_half) return;
+    int64_t apart = INT64_MAX;
+    if (rows <= costs::kMostRowsOfFewRows) apart = choose_few_rows();
+    if (way_ == Way::kApart) choose_many_rows(apart);
+  }
+
+  bool fits(const Fused& fused) const {
+    return way_ == Way::kFewRows && fits_matmul_sets_sm90(sets_.data(), count(), fused);
+  }
+
+  // Gated, all into y.
+  Tensor launch(const Tensor& like, int64_t columns, const Fused& fused) {
+    const Tensor y = empty(with_last(like, columns), like.scalar_type(), like);
+    if (y.numel() == 0) return y;
+    NVFP4_CHECK(columns < INT32_MAX, op_, ": a size beyond 2^31");
+    int64_t column = 0;
+    for (Problem& p : sets_) {
+      p.y = static_cast<uint8_t*>(y.mutable_data_ptr()) + (fused.gated ? 0 : column) * y.element_size();
+      p.y_row = static_cast<int>(columns);
+      column += p.N;
+    }
+    if (fits(fused)) {
+      launch_matmul_sets_sm90(sets_.data(), count(), fused, stream_);
+    } else if (way_ == Way::kManyRows) {
+      RawScratch scratch;
+      launch_matmul_sets_many_rows(sets_.data(), count(), many_rows_, std::ref(scratch), stream_);
+    } else {
+      for (int i = 0; i < count(); ++i) {
+        if (way_ == Way::kFewRows) {
+          launch_matmul_few_rows(sets_[i], stream_);
+        } else {
+          multiply(sets_[i], x_, held_[i].codes, held_[i].scales, std::nullopt, sets_[i].K, false, stream_);
+        }
+      }
+    }
+    check_launched(op_);
+    return y;
+  }
+
+ private:
+  enum class Way { kApart, kFewRows, kManyRows };
+
+  int count() const { return static_cast<int>(sets_.size()); }
+  ProductSize joint_size() const {
+    ProductSize size = size_of(sets_[0]);
+    for (size_t i = 1; i < sets_.size(); ++i) size.N += sets_[i].N;
+    return size;
+  }
+
+  // Where each one's own choice is a few-rows kernel, or one launch of Hopper's is faster than theirs, whose cycles it
+  // returns.
+  int64_t choose_few_rows() {
     bool all_few = true;
     int64_t apart = kJoinCycles;
-    for (size_t i = 0; i < w.count(); ++i) {
-      if (w.rows(i) == 0) return;
-      held.emplace_back(given, w, i);
-      Problem& p = held.back().p;
-      if (i == 0) {
-        x = place_x(p, given);
-      } else {
-        p.x = sets[0].x, p.x_dtype = sets[0].x_dtype, p.x_row = sets[0].x_row;
-      }
+    for (const Problem& p : sets_) {
       const Choice choice = choose_kernel(p);
       const bool few = choice.family == KernelFamily::kFewRows;
       all_few = all_few && few;
       apart += few ? choice.few_rows_cost : choice.many_rows.plan.cost;
-      sets.push_back(p);
     }
-    serves = all_few || (count() > 1 && fits_matmul_sets_sm90(sets.data(), count(), Fused{}) && joint_cost() < apart);
+    const int multiprocessors = this_machine().multiprocessors;
+    if (all_few || (count() > 1 && fits_matmul_sets_sm90(sets_.data(), count(), Fused{}) &&
+                    few_rows_sm90::cost(joint_size(), multiprocessors) < apart)) {
+      way_ = Way::kFewRows;
+    }
+    return apart;
   }
-  int64_t joint_cost() const {
-    ProductSize size = size_of(sets[0]);
-    for (size_t i = 1; i < sets.size(); ++i) size.N += sets[i].N;
-    return few_rows_sm90::cost(size, this_machine().multiprocessors);
-  }
-  int count() const { return static_cast<int>(sets.size()); }
-  bool fits(const Fused& fused) const { return serves && fits_matmul_sets_sm90(sets.data(), count(), fused); }
 
-  // Into columns of y one behind the other, or, gated, all into y.
-  Tensor launch(const Tensor& like, int64_t columns, const Fused& fused, const char* op, cudaStream_t stream) {
-    const Tensor y = empty(with_last(like, columns), like.scalar_type(), like);
-    int64_t column = 0;
-    for (Problem& p : sets) {
-      p.y = static_cast<uint16_t*>(y.mutable_data_ptr()) + (fused.gated ? 0 : column);
-      p.y_row = columns;
-      column += p.N;
-    }
-    if (fits(fused)) {
-      launch_matmul_sets_sm90(sets.data(), count(), fused, stream);
-    } else {
-      for (const Problem& p : sets) launch_matmul_few_rows(p, stream);
-    }
-    check_launched(op);
-    return y;
+  void choose_many_rows(int64_t apart) {
+    if (!fits_matmul_sets_many_rows(sets_.data(), count())) return;
+    const ProductSize size = joint_size();
+    many_rows_ = many_rows::best_plan(size, this_machine().multiprocessors, true);
+    if (many_rows_.plan.cost >= apart) return;
+    way_ = Way::kManyRows;
+    if (!are_plans_printed()) return;
+    const Choice choice{KernelFamily::kManyRows, "weights that share x", many_rows_};
+    print_plan(describe(choice, size, Fits{true, false}, name_of(sets_[0].x_dtype), this_machine()));
   }
+
+  const char* const op_;
+  const cudaStream_t stream_;
+  std::vector<OneProduct> held_;
+  std::vector<Problem> sets_;
+  Tensor x_;  // as the kernels take it
+  Way way_ = Way::kApart;
+  many_rows::PlannedKernel many_rows_{{}, -1};
 };
-
-Tensor all_products(const Tensor& x, const Weights& w) {
-  const cudaStream_t stream = current_stream(x);
-  FewRows few(x, w);
-  if (few.serves) return few.launch(x, w.all_rows(), Fused{}, w.op, stream);
-  using torch::stable::detail::from;
-  std::vector<Tensor> products;
-  for (size_t i = 0; i < w.count(); ++i) {
-    products.push_back(
-        call("nvfp4::matmul", "",
-             {from(x), from(std::optional<Tensor>()), from(w.qdata[i]), from(w.scales[i]), from(w.per_tensor_scales[i]),
-              from(w.bias(i)), from(x.size(x.dim() - 1)), from(false), from(x.scalar_type())}));
-  }
-  return w.count() == 1 ? products[0] : call("aten::cat", "", {from(products), from(x.dim() - 1)});
-}
 
 Tensor linears(const Tensor& x, std::vector<Tensor> qdata, std::vector<Tensor> scales,
                std::vector<Tensor> per_tensor_scales, std::vector<Tensor> biases) {
@@ -137,7 +172,7 @@ Tensor linears(const Tensor& x, std::vector<Tensor> qdata, std::vector<Tensor> s
   w.check();
   NVFP4_CHECK(x.dim() >= 1, "nvfp4::linears: x must have at least one dimension");
   const OnDeviceOf device(x);
-  return all_products(x, w);
+  return Products(x, w, current_stream(x)).launch(x, w.all_rows(), Fused{});
 }
 
 // Rows of x up to which a norm is part of the products that follow it: each block norms all of x again, two rows at a
@@ -176,23 +211,21 @@ std::tuple<Tensor, Tensor> norm_linears(const Tensor& x, std::optional<Tensor> r
     fused.multiplier = static_cast<float>(multiplier), fused.round_before_weight = round_before_weight;
     const bool is_plain = !first_norm && norm->scalar_type() == x.scalar_type() && leading_rows(x) <= kMostRowsNormed;
     if (is_plain) {
-      FewRows few(x, w);
-      if (few.fits(fused)) {
+      Products products(x, w, stream);
+      if (products.fits(fused)) {
         if (residual || multiplier != 1.0) {
           sum = empty(with_last(x, x.size(x.dim() - 1)), x.scalar_type(), x);
           fused.sum = sum.mutable_data_ptr();
         }
-        return {few.launch(x, gated ? w.rows(0) : w.all_rows(), fused, w.op, stream), sum};
+        return {products.launch(x, gated ? w.rows(0) : w.all_rows(), fused), sum};
       }
     }
     std::tie(y, sum) = step::rms_norm(x, residual, norm, eps, offset, round_before_weight, multiplier, first_norm);
     fused.normed = false;
   }
-  if (gated) {
-    FewRows few(y, w);
-    if (few.fits(fused)) return {few.launch(y, w.rows(0), fused, w.op, stream), sum};
-  }
-  y = all_products(y, w);
+  Products products(y, w, stream);
+  if (gated && products.fits(fused)) return {products.launch(y, w.rows(0), fused), sum};
+  y = products.launch(y, w.all_rows(), Fused{});
   return {gated ? step::gated(y, activation, limit, alpha, false) : y, sum};
 }
 

@@ -85,7 +85,7 @@ Choice remembered_choice(const Problem& p) {
 }
 
 // The kernels that decode w as they go; false where decoding before is faster.
-bool fused_product(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
+bool fused_product(Problem& p, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
   const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
   place_codes(p, codes, scales);
   const Choice choice = remembered_choice(p);
@@ -157,7 +157,8 @@ __global__ void finish_kernel(const __grid_constant__ Problem p, const float* su
        i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
     const int n = static_cast<int>(i % p.N);
     const int64_t row = i / p.N;
-    store_rounded(p.y, p.y_dtype, i, finish(p, static_cast<int>(row / p.M), static_cast<int>(row % p.M), n, sums[i]));
+    const float sum = finish(p, static_cast<int>(row / p.M), static_cast<int>(row % p.M), n, sums[i]);
+    store_rounded(p.y, p.y_dtype, row * p.y_row + n, sum);
   }
 }
 
@@ -166,6 +167,15 @@ __global__ void finish_kernel(const __grid_constant__ Problem p, const float* su
 void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stream) {
   const int64_t all = static_cast<int64_t>(p.experts) * p.M * p.N;
   finish_kernel<<<grid_of(8, (all + 255) / 256), 256, 0, stream>>>(p, sums);
+}
+
+void multiply(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,
+              const std::optional<Tensor>& w_factor, int64_t columns, bool transposed, cudaStream_t stream) {
+  const char* const why = why_decoded(p, transposed);
+  if (why && are_plans_printed()) print_decoded(p, why);
+  if (why || !fused_product(p, qdata, scale, stream)) {
+    decoded_product(p, x, qdata, scale, w_factor, columns, transposed, stream);
+  }
 }
 
 namespace ops {
@@ -195,12 +205,8 @@ Tensor matmul(const Tensor& x_given, OptionalTensor x_scale, const Tensor& qdata
   if (x_scale) x_factor = place_x_scale(p, x, *x_scale);
   const bool scale_inside = transposed && one_a_row(p, w_factor);  // a factor of each summand
   if (!scale_inside) place_w_scale(p, w_factor);
-  const char* const why = why_decoded(p, transposed);
-  if (why && are_plans_printed()) print_decoded(p, why);
-  if (why || !fused_product(p, x, qdata, scale, stream)) {
-    const std::optional<Tensor> inside = scale_inside ? std::optional<Tensor>(w_factor) : std::nullopt;
-    decoded_product(p, x, qdata, scale, inside, columns, transposed, stream);
-  }
+  const std::optional<Tensor> inside = scale_inside ? std::optional<Tensor>(w_factor) : std::nullopt;
+  multiply(p, x, qdata, scale, inside, columns, transposed, stream);
   return y;
 }
 

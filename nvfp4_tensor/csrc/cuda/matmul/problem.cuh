@@ -32,9 +32,9 @@ struct Problem {
   const void* bias;  // absent, or broadcast to (E, M, N) by these steps
   int64_t bias_expert, bias_row, bias_column;
   Dtype x_dtype, bias_dtype, y_dtype;
-  void* y;        // (E, M, N)
-  int64_t y_row;  // elements between rows of y: N, or for the few-rows kernels more
+  void* y;  // (E, M, N)
   int experts, M, N, K;
+  int y_row;                    // elements between rows of y: N, or more where y is columns of a wider matrix
   int rows;                     // of x over the batch: experts * M, or of all groups
   const int32_t* offs;          // (experts), where each group ends; null where every expert has M rows
   int Kp;                       // K rounded up to 16
@@ -75,6 +75,11 @@ bool fits_matmul_many_rows(const Problem& p);  // a Hopper, and codes aligned to
 // scratch: memory of so many bytes, which lives as long as the stream needs it.
 void launch_matmul_many_rows(const Problem& p, const many_rows::PlannedKernel& planned,
                              const std::function<void*(int64_t)>& scratch, cudaStream_t stream);
+// Likewise of up to kMostSets weights that share x, by a plan of their rows of w together. fits: of at most 128 rows of
+// x, and each with a multiple of 256 rows of w.
+bool fits_matmul_sets_many_rows(const Problem* sets, int count);
+void launch_matmul_sets_many_rows(const Problem* sets, int count, const many_rows::PlannedKernel& planned,
+                                  const std::function<void*(int64_t)>& scratch, cudaStream_t stream);
 void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stream);  // alpha, bias, rounding
 
 #ifdef __CUDACC__

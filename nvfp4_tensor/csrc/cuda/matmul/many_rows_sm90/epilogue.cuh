@@ -184,7 +184,7 @@ __device__ __forceinline__ void finish_unit(const TwoRows& rows, const Scales& s
 
 __device__ __forceinline__ void write_any(const Problem& p, int first, int expert, int m, float4 sum) {
   const float sums[4] = {sum.x, sum.y, sum.z, sum.w};
-  const int64_t at = (static_cast<int64_t>(expert) * p.M + m) * p.N + first;
+  const int64_t at = (static_cast<int64_t>(expert) * p.M + m) * p.y_row + first;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int n = first + i;
@@ -206,13 +206,6 @@ __device__ __forceinline__ float4 turn(const float* sum, uint8_t* desk, float fa
   return four;
 }
 
-// The bias is the same for all tokens, y is of x's dtype, and 16 bytes of it begin where 8 rows of w do.
-template <typename T>
-__device__ __forceinline__ bool is_plain(const Problem& p) {
-  constexpr Dtype kSame = std::is_same_v<T, __nv_bfloat16> ? Dtype::kBf16 : Dtype::kFp16;
-  return p.y_dtype == kSame && p.N % 8 == 0 && !(p.bias && p.bias_row);
-}
-
 // Where a lane leaves its part of 16 tokens of y in shared memory, so that rows of w lie together there: 64 by 16
 // tokens of a warpgroup are 128-byte lines, 16 bytes at a time swizzled against bank conflicts.
 __device__ __forceinline__ uint32_t offset_in_unit() {
@@ -226,10 +219,10 @@ __device__ __forceinline__ void write_units(const Problem& p, const TileCoord& a
   const int token = threadIdx.x % 128 / 8, unit = threadIdx.x % 8, tokens = at.end - at.token;
   const int mine = first_row_of_group<S>(p, at) + unit * 8;
   if (mine < 0 || mine >= p.N) return;
-  T* y = static_cast<T*>(p.y) + (static_cast<int64_t>(at.expert) * p.M + at.token + token) * p.N + mine;
+  T* y = static_cast<T*>(p.y) + (static_cast<int64_t>(at.expert) * p.M + at.token + token) * p.y_row + mine;
   const uint32_t from = units + token * 128 + (unit ^ token % 8) * 16;
 #pragma unroll
-  for (int i = 0; i < S::kUnits; ++i, y += kUnitTokens * static_cast<int64_t>(p.N)) {
+  for (int i = 0; i < S::kUnits; ++i, y += kUnitTokens * static_cast<int64_t>(p.y_row)) {
     if (owns(i) && kUnitTokens * i + token < tokens) {
       __stcg(reinterpret_cast<uint4*>(y), load_shared_16(from + i * kUnitBytes));  // plain, nvcc makes it four stores
     }
@@ -273,12 +266,8 @@ __device__ __forceinline__ void write_plain(const Problem& p, const CUtensorMap*
 }
 
 template <typename T, typename S>
-__device__ __forceinline__ void write_tile(const Problem& p, const CUtensorMap* y_map, const TileCoord& at,
-                                           const TwoRows& rows, float (&sum)[S::kSums], uint8_t* desk) {
-  if (is_plain<T>(p)) {
-    write_plain<T, S>(p, y_map, at, rows, sum, desk);
-    return;
-  }
+__device__ __forceinline__ void write_any_tile(const Problem& p, const TileCoord& at, float (&sum)[S::kSums],
+                                               uint8_t* desk) {
 #pragma unroll 1
   for (int unit = 0; unit < S::kUnits; ++unit) {  // registers have no index: the next sums move up
     write_any_unit<T, S>(p, at, unit, sum, desk);

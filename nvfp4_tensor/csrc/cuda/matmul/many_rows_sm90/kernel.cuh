@@ -168,26 +168,32 @@ __device__ __forceinline__ void begin() {
 // One warp copies all stages; or each of four copies a fourth of them, and permutes their x. A stage a warp, since the
 // fence between what it has stored and the products waits for all that the warp has under way, loads for another stage
 // too: tiles of 32 x 256 of 14336 x 8192 took 41.5 us with all four at each stage, loads two stages ahead, and so 36.8.
-template <typename S, bool kGrouped>
-__device__ __forceinline__ void produce(const Problem& p, const CUtensorMap* x_map, const CUtensorMap* code_map,
-                                        const Work& work, Ring<S> ring, int helper) {
+template <typename S, bool kGrouped, typename W>
+__device__ __forceinline__ void produce(const W& weights, const CUtensorMap* x_map, const Work& work, Ring<S> ring,
+                                        int helper) {
   Segments<S, kGrouped> segments(work);
   Segment s;
   TileCoord coord;
   const auto next = [&] {
     if (!segments.next(s)) return false;
-    coord = tile_coord<S, kGrouped>(p, work, s.tile);
+    coord = tile_coord<S, kGrouped>(weights, work, s.tile);
     return true;
   };
   bool is_one = next();
-  if (!kGrouped && is_one && helper == 0 && elect_one()) bring_first_to_cache<S>(p, code_map, coord, s.begin);
+  if (!kGrouped && is_one && helper == 0 && elect_one()) {
+    bring_first_to_cache<S>(weights.p[coord.which], &weights.codes[coord.which], coord, s.begin);
+  }
   begin<S, kGrouped>();
   for (int turn = 0; is_one; is_one = next()) {
     for (int step = s.begin; step < s.end; ++step, ring.next()) {
       if (S::kInCopy && turn++ % kPermutingCopiers != helper) continue;
       mbarrier_wait(ring.empty(ring.stage), ring.parity ^ 1);
-      if (elect_one()) copy_stage<S>(p, x_map, code_map, ring.data(), ring.full(), coord, step);
+      if (elect_one()) {
+        const CUtensorMap* code_map = &weights.codes[coord.which];
+        copy_stage<S>(weights.p[coord.which], x_map, code_map, ring.data(), ring.full(), coord, step);
+      }
       if constexpr (S::kInCopy) {
+        const Problem& p = weights.p[0];
         permute_stage<S::kTokens>(p, coord.expert * p.M + coord.token, step, ring.data());
         fence_proxy_async_shared();  // each lane's, for the products
         __syncwarp();
@@ -301,12 +307,13 @@ __device__ __forceinline__ int consume(Consumer<S>& in, int steps, float (&sum)[
 }
 
 // What this block finishes of a tile, its own sums at `own`.
-template <typename T, typename S>
-__device__ __forceinline__ void write_shared(const Problem& p, const Sharing<S>& sharing, const TileCoord& coord,
+template <typename T, typename S, typename W>
+__device__ __forceinline__ void write_shared(const W& weights, const Sharing<S>& sharing, const TileCoord& coord,
                                              const TwoRows& rows, uint32_t own, uint8_t* shared) {
+  const Problem& p = weights.p[coord.which];
   uint8_t* const desk = shared + threadIdx.x / 128 * S::kDeskBytes;  // in the first stage's slot
   const uint32_t units = address_of(desk), to = units + offset_in_unit();
-  const bool plain = is_plain<T>(p);
+  const bool plain = weights.plain[coord.which];
   sharing.add(own, [&](int unit, const float* eight) {
     if (!plain) return write_any_unit<T, S>(p, coord, unit, eight, desk);
     for_scaling(p, coord,
@@ -317,9 +324,8 @@ __device__ __forceinline__ void write_shared(const Problem& p, const Sharing<S>&
   write_units<T, S>(p, coord, units, [&](int unit) { return sharing.owns(unit); });
 }
 
-template <typename T, typename S, bool kGrouped>
-__device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_map, const Work& work, uint32_t pool,
-                                         uint8_t* shared) {
+template <typename T, typename S, bool kGrouped, typename W>
+__device__ __forceinline__ void multiply(const W& weights, const Work& work, uint32_t pool, uint8_t* shared) {
   constexpr bool kCoordAhead = S::kGroups == 2;  // four have no registers left
   constexpr bool kTogether = finish_together(S::kTokens);
   Consumer<S> in(pool);
@@ -332,8 +338,8 @@ __device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_
     TileCoord coord;
     TwoRows rows;
     const auto find_coord = [&] {
-      coord = tile_coord<S, kGrouped>(p, work, s.tile);
-      rows = TwoRows::of<S>(p, coord);
+      coord = tile_coord<S, kGrouped>(weights, work, s.tile);
+      rows = TwoRows::of<S>(weights.p[coord.which], coord);
     };
     const int last = consume<T, S>(in, s.end - s.begin, sum, [&] {
       desk.release_if_read();
@@ -354,21 +360,26 @@ __device__ __forceinline__ void multiply(const Problem& p, const CUtensorMap* y_
         if (meeting.finishers > 1) {
           const Sharing<S> sharing(work, meeting);
           sharing.leave(sum, pool + S::kStageBytes);
-          write_shared<T, S>(p, sharing, coord, rows, pool + S::kStageBytes, shared);
+          write_shared<T, S>(weights, sharing, coord, rows, pool + S::kStageBytes, shared);
           break;
         }
       }
       for (int rank = 1; rank < meeting.all; ++rank) add_sums<S>(work, meeting.slot(rank), sum);
     }
-    write_tile<T, S>(p, y_map, coord, rows, sum, desk.take(last));
+    const Problem& p = weights.p[coord.which];
+    if (weights.plain[coord.which]) {
+      write_plain<T, S>(p, &weights.y[coord.which], coord, rows, sum, desk.take(last));
+    } else {
+      write_any_tile<T, S>(p, coord, sum, desk.take(last));
+    }
     desk.leave(last);
   }
   desk.release_if_read();
 }
 
 // Likewise of a tile that blocks share.
-template <typename T, typename S>
-__device__ __forceinline__ void multiply_shared(const Problem& p, const Work& work, uint32_t pool, uint8_t* shared) {
+template <typename T, typename S, typename W>
+__device__ __forceinline__ void multiply_shared(const W& weights, const Work& work, uint32_t pool, uint8_t* shared) {
   Consumer<S> in(pool);
   Part part(work);
   const Meeting meeting = part.meeting();
@@ -384,14 +395,13 @@ __device__ __forceinline__ void multiply_shared(const Problem& p, const Work& wo
   consume<T, S>(in, steps, sum, [] {});
   if (meeting.rank >= meeting.finishers) return leave_sums<S>(work, meeting, sum);
   sharing.leave(sum, own);
-  const TileCoord coord = tile_coord<S, false>(p, work, s.tile);
-  write_shared<T, S>(p, sharing, coord, TwoRows::of<S>(p, coord), own, shared);
+  const TileCoord coord = tile_coord<S, false>(weights, work, s.tile);
+  write_shared<T, S>(weights, sharing, coord, TwoRows::of<S>(weights.p[coord.which], coord), own, shared);
 }
 
-template <typename T, typename S, bool kGrouped>
+template <typename T, typename S, bool kGrouped, int kCount>
 __global__ void __launch_bounds__(S::kThreads, 1)
-    kernel(const __grid_constant__ Problem p, const __grid_constant__ CUtensorMap x_map,
-           const __grid_constant__ CUtensorMap code_map, const __grid_constant__ CUtensorMap y_map,
+    kernel(const __grid_constant__ Weights<kCount> weights, const __grid_constant__ CUtensorMap x_map,
            const __grid_constant__ Work launched) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t shared[];
@@ -408,19 +418,24 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     fence_proxy_async_shared();
   }
   if (helper == 0) {
-    asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(&x_map), "l"(&code_map) : "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&y_map) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&x_map) : "memory");
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      asm volatile("prefetch.tensormap [%0];\nprefetch.tensormap [%1];" ::"l"(&weights.codes[i]), "l"(&weights.y[i])
+                   : "memory");
+    }
   }
   if constexpr (kGrouped) {
     griddepcontrol_wait();
-    if (warp == 1) plan_groups(p, launched, S::kTokens, planned);
+    if (warp == 1) plan_groups(weights.p[0], launched, S::kTokens, planned);
   }
   __syncthreads();
   if (helper >= 0) {
     if constexpr (!S::kInCopy) setmaxnreg_dec<S::kProducerRegisters>();
     if (S::kInCopy || helper == 0) {
-      produce<S, kGrouped>(p, &x_map, &code_map, work, ring, helper);
+      produce<S, kGrouped>(weights, &x_map, work, ring, helper);
     } else if (kGrouped) {
+      const Problem& p = weights.p[0];
       for (int row = TokenTiles(p, S::kTokens).end() + blockIdx.x; row < p.rows; row += gridDim.x) {
         zero_row(p, row, threadIdx.x - S::kConsumers - 32, S::kThreads - S::kConsumers - 32);
       }
@@ -429,9 +444,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     if constexpr (!S::kInCopy) setmaxnreg_inc<S::kConsumerRegisters>();
     uint8_t* const at_pool = shared + (pool - address_of(shared));
     if constexpr (S::kShared) {
-      multiply_shared<T, S>(p, work, pool, at_pool);
+      multiply_shared<T, S>(weights, work, pool, at_pool);
     } else {
-      multiply<T, S, kGrouped>(p, &y_map, work, pool, at_pool);
+      multiply<T, S, kGrouped>(weights, work, pool, at_pool);
     }
   }
 #endif

@@ -1,6 +1,8 @@
 // Tile coordinates, and the division of groups of rows, whose tiles only the device can count; the rest is in runs.h.
 #pragma once
 
+#include <cuda.h>
+
 #include "cuda/matmul/groups.cuh"
 #include "cuda/matmul/many_rows_sm90/runs.h"
 #include "cuda/matmul/many_rows_sm90/shapes.h"
@@ -9,9 +11,20 @@
 namespace nvfp4 {
 namespace many_rows {
 
+// The weights that a launch multiplies by the same x, one or up to kCount, whose tiles follow one another.
+template <int kCount_>
+struct Weights {
+  static constexpr int kCount = kCount_;
+  Problem p[kCount];
+  CUtensorMap codes[kCount], y[kCount];
+  int first[kCount];   // row tiles of those before it
+  bool plain[kCount];  // y is of x's dtype, 16 bytes of it begin where 8 rows of w do, and all tokens have one bias
+};
+
 struct TileCoord {
   int expert, token, row;  // the row counted over the batch: down to 127 before the expert's first
   int end;                 // of the expert's tokens
+  int which;               // of the weights
 };
 
 // Each block plans again; by one warp.
@@ -25,14 +38,22 @@ __device__ __forceinline__ void plan_groups(const Problem& p, const Work& launch
   }
 }
 
-template <typename S, bool kGrouped>
-__device__ __forceinline__ TileCoord tile_coord(const Problem& p, const Work& work, int tile) {
+template <typename S, bool kGrouped, typename W>
+__device__ __forceinline__ TileCoord tile_coord(const W& weights, const Work& work, int tile) {
   const Tile at = tile_at<kGrouped>(work, tile);
+  const Problem& p = weights.p[0];
   if constexpr (kGrouped) {
     const TokenTile own = TokenTiles(p, S::kTokens).find(at.token_tile);
-    return {own.expert, own.begin, own.expert * p.N / kBand * kBand + at.row_tile * S::kRows, own.end};
+    return {own.expert, own.begin, own.expert * p.N / kBand * kBand + at.row_tile * S::kRows, own.end, 0};
+  } else if constexpr (W::kCount == 1) {
+    return {at.expert, at.token_tile * S::kTokens, at.expert * p.N / kBand * kBand + at.row_tile * S::kRows, p.M, 0};
   } else {
-    return {at.expert, at.token_tile * S::kTokens, at.expert * p.N / kBand * kBand + at.row_tile * S::kRows, p.M};
+    int which = 0, first = 0;
+#pragma unroll
+    for (int i = 1; i < W::kCount; ++i) {
+      if (at.row_tile >= weights.first[i]) which = i, first = weights.first[i];
+    }
+    return {0, at.token_tile * S::kTokens, (at.row_tile - first) * S::kRows, p.M, which};
   }
 }
 
