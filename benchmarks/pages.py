@@ -161,7 +161,8 @@ def experts() -> str:
     return table(["times as fast; tokens", *tokens], rows)
 
 
-PROMPTS = (128, 1024, 2048, 8192)
+PROMPTS = {128: "_128", 512: "", 1024: "_1024", 2048: "_2048", 8192: "_8192"}
+"""Tokens read, and how a result file is named."""
 WAYS = {
     "eager": "`model.generate`",
     "static": "`model.generate`, static cache (transformers compiles)",
@@ -191,19 +192,18 @@ def batches() -> str:
     """Return the speed of texts together, and the time to the first token by the length of the prompt."""
     rows = {(r["weights"], r["way"], r["batch"]): r for r in load("h200", "generation_llama-8b_128_16_layers")["rows"]}
     counts = sorted({batch for _, _, batch in rows})
+    ways = {"stream": "", "padded": ", padded", "native": ", `model.generate`"}
     speeds = {
-        f"{weights}{', padded' if way == 'padded' else ''}": [
-            rows[weights, way, each]["tokens_per_second"] for each in counts
-        ]
+        f"{weights}{named}": [rows.get((weights, way, each), {}).get("tokens_per_second") for each in counts]
         for weights in ("bf16", "NVFP4")
-        for way in ("stream", "padded")
+        for way, named in ways.items()
     }
-    cells = [[name, *map(whole, each)] for name, each in speeds.items()]
+    cells = [[name, *(whole(each) if each else "" for each in found)] for name, found in speeds.items()]
     cells.append(["NVFP4, x bf16", *map(times, map(operator.truediv, speeds["NVFP4"], speeds["bf16"]))])
     first: dict[str, list[str]] = {}
     ours = [("stream", each) for each in ("bf16", "NVFP4", "NVFP4, fp8")]
-    for length in PROMPTS:
-        for row in load("h200", f"generation_llama-8b_{length}_16_layers")["rows"]:
+    for name_of_length in PROMPTS.values():
+        for row in load("h200", f"generation_llama-8b{name_of_length}_16_layers")["rows"]:
             if row["batch"] == 1 and (row["way"], row["weights"]) in [*ours, ("eager", "bf16"), ("eager", "NVFP4")]:
                 name = f"{row['weights']}{', `model.generate`' if row['way'] == 'eager' else ''}"
                 first.setdefault(name, []).append(f"{1e3 * row['first_token']:.1f}")
