@@ -14,9 +14,9 @@ from nvfp4_tensor.checkpoints.comparison import compare  # noqa: E402
 
 FEW = (
     "minimax_m3_vl_text", "gpt2", "qwen3_next", "deepseek_v3", "granitemoe", "inkling2_text", "kimi_linear", "mamba",
-    "gemma4", "qwen3_vl_moe", "t5", "llava", "vit", "aria_text", "gpt_neox",
+    "gemma4", "qwen3_vl_moe", "t5", "llava", "vit", "aria_text", "gpt_neox", "hy_v4",
 )  # fmt: skip
-"""Families that are unlike each other: linear attention, Mamba, experts in one tensor and apart, vision and audio."""
+"""Families unlike each other: linear attention, Mamba, experts in one tensor, apart and renamed, vision and audio."""
 TABLE, DECODING = families.read(), families.read_decoding(families.DECODING.read_text())
 
 

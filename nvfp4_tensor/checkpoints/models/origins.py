@@ -66,25 +66,28 @@ class Origin:
 def origins_in_model(model: object, tensors: Mapping[str, Tensor], entries: Mapping[str, Entry]) -> dict[str, Origin]:
     """Return the origins of the parameters ``tensors`` of a model, of those that the checkpoint has."""
     renamed = names_in_model(model, entries)
-    found = {name: _origin_of(renamed.get(name, name), tensor.dim(), entries) for name, tensor in tensors.items()}
+    found = {name: _origin_of(name, tensor.dim(), renamed, entries) for name, tensor in tensors.items()}
     return {name: origin for name, origin in found.items() if origin is not None}
 
 
-def _origin_of(name: str, dimensions: int, entries: Mapping[str, Entry]) -> Origin | None:
+def _origin_of(
+    name: str, dimensions: int, renamed: Mapping[str, str], entries: Mapping[str, Entry]
+) -> Origin | None:
+    name = renamed.get(name, name)
     for each in (name, in_mixtral(name)):
         if each in entries:
             return Origin(((each,),))
-    groups = _groups(name, dimensions, entries)
+    groups = _groups(name, dimensions, renamed, entries)
     if not groups:
         return None
     rows = tuple(entries[each].shape[0] for each in groups[0])
     return Origin(tuple(groups), rows, stacked=dimensions == 3)
 
 
-def _groups(name: str, dimensions: int, names: Container[str]) -> list[tuple[str, ...]]:
+def _groups(name: str, dimensions: int, renamed: Mapping[str, str], names: Container[str]) -> list[tuple[str, ...]]:
     if dimensions == 3:
         called = itertools.product((name, in_mixtral(name)), EXPERTS_IN_FILES)
-        return next((groups for each in called if (groups := _expert_groups(each[0], names, each[1]))), [])
+        return next((groups for each in called if (groups := _expert_groups(each[0], renamed, names, each[1]))), [])
     module, _, attribute = name.rpartition(".")
     prefix, _, last = module.rpartition(".")
     parts = JOINED_AS.get(last, ())
@@ -92,10 +95,14 @@ def _groups(name: str, dimensions: int, names: Container[str]) -> list[tuple[str
     return [group] if len(group) > 1 and all(each in names for each in group) else []
 
 
-def _expert_groups(name: str, names: Container[str], called: Mapping[str, str]) -> list[tuple[str, ...]]:
+def _expert_groups(
+    name: str, renamed: Mapping[str, str], names: Container[str], called: Mapping[str, str]
+) -> list[tuple[str, ...]]:
     """Return the group of each expert that the checkpoint has, from expert 0 on."""
     groups: list[tuple[str, ...]] = []
-    while (group := expert_group(name, len(groups), called)) and all(each in names for each in group):
+    while group := tuple(renamed.get(each, each) for each in expert_group(name, len(groups), called)):
+        if not all(each in names for each in group):
+            break
         groups.append(group)
     return groups
 
