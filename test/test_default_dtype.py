@@ -210,7 +210,18 @@ def written(model, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", [stepped, loaded, distilled, written])
+@pytest.mark.parametrize(
+    "job",
+    [
+        stepped,
+        loaded,
+        pytest.param(
+            distilled,
+            marks=pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch's AdamW counts on the default device"),
+        ),
+        written,
+    ],
+)
 def test_jobs_leave_the_default_device_alone(job, tmp_path):
     pytest.importorskip("transformers")
     from helpers.tiny_models import tiny_model

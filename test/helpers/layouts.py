@@ -36,7 +36,8 @@ def compressed_by(preset: str, format: str, state: dict[str, Tensor]) -> dict[st
 def nvfp4(weight: Tensor, amax: Tensor) -> dict[str, Tensor]:
     """Compress a weight by the scales that llm-compressor and AutoRound compute."""
     divisor = (2688 / amax).reshape(1)
-    scale = (divisor * weight.unflatten(-1, (-1, 16)).abs().amax(-1) / 6).to(torch.float8_e4m3fn)
+    scale = divisor * weight.unflatten(-1, (-1, 16)).abs().amax(-1) / 6
+    scale = scale.clamp(max=448).to(torch.float8_e4m3fn)  # beyond it torch 2.11 makes a NaN
     state = {"weight": weight, "weight_scale": scale.float(), "weight_global_scale": divisor}
     return compressed_by("NVFP4A16", _NVFP4, state)
 
