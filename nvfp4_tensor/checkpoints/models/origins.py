@@ -70,9 +70,7 @@ def origins_in_model(model: object, tensors: Mapping[str, Tensor], entries: Mapp
     return {name: origin for name, origin in found.items() if origin is not None}
 
 
-def _origin_of(
-    name: str, dimensions: int, renamed: Mapping[str, str], entries: Mapping[str, Entry]
-) -> Origin | None:
+def _origin_of(name: str, dimensions: int, renamed: Mapping[str, str], entries: Mapping[str, Entry]) -> Origin | None:
     name = renamed.get(name, name)
     for each in (name, in_mixtral(name)):
         if each in entries:
