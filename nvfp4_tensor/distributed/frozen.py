@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor._compat.modules import change_class, check_forward
 from nvfp4_tensor.numerics.spec import QuantizeSpec
 from nvfp4_tensor.quantization.linear import PRE_SCALE, NVFP4Linear
 from nvfp4_tensor.sharding.layout import LinearSharding, compare_token_counts, local_shard
@@ -38,7 +39,8 @@ class NVFP4ParallelLinear(NVFP4Linear):
                 f"{linear} multiplies its inputs by {PRE_SCALE} (AWQ), which tensor parallelism does not shard: load "
                 "the dense model, or one without AWQ"
             )
-        linear.__class__ = cls
+        check_forward(linear)
+        change_class(linear, cls)
         assert isinstance(linear, NVFP4ParallelLinear)
         linear.sharding = sharding
         return linear

@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
+from nvfp4_tensor._compat.modules import change_class
 from nvfp4_tensor._compat.pickles import pin
 
 
@@ -37,7 +38,7 @@ def as_linear(module: nn.Module) -> Any:
         weight.data = weight.data.t().contiguous()
         weight.grad = None if grad is None else grad.t().contiguous()
     del module.nf, module.nx
-    module.__class__ = nn.Linear  # type: ignore[assignment]
+    change_class(module, nn.Linear)
     module.in_features, module.out_features = in_features, out_features  # type: ignore[assignment]
     module.register_state_dict_post_hook(_stored_as_conv1d)
     module.register_load_state_dict_pre_hook(_loaded_from_conv1d)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.exports import refuse_export
+from nvfp4_tensor._compat.modules import change_class, check_forward
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.linears import linear_of_module
 from nvfp4_tensor.dispatch.second_quantizer import is_foreign
@@ -70,6 +71,7 @@ def set_pre_scale(linear: nn.Module, scale: Tensor | None) -> None:
     """Set, or with None remove, the scale (K,) that multiplies the inputs of a linear."""
     linear._buffers.pop(PRE_SCALE, None)
     if scale is not None:
+        check_forward(linear)
         linear.register_buffer(PRE_SCALE, scale)
 
 
@@ -82,13 +84,13 @@ def set_weight(linear: nn.Module, weight: NVFP4Tensor | nn.Parameter) -> None:
 def linear_of_codes(module: nn.Module) -> None:
     """Make a plain nn.Linear an NVFP4Linear, for a weight in NVFP4 or FP8."""
     if type(module) is nn.Linear:
-        module.__class__ = NVFP4Linear  # type: ignore[assignment]
+        change_class(module, NVFP4Linear)
 
 
 def linear_of_values(module: nn.Module) -> None:
     """Make an NVFP4Linear a plain nn.Linear, for a dense weight."""
     if type(module) is NVFP4Linear:
-        module.__class__ = nn.Linear  # type: ignore[assignment]
+        change_class(module, nn.Linear)
 
 
 def quantizable(module: nn.Module) -> nn.Linear:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from nvfp4_tensor._compat.modules import change_class, check_forward
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.linears import is_nested, over_nested
 from nvfp4_tensor.numerics.layout import BLOCK, E2M1_MAX, E4M3_MAX, FLOAT32_MAX, ceil_to
@@ -29,6 +30,7 @@ def check_observable(linear: nn.Module) -> None:
 
     A forward that does not call super(), like that of Falcon's linears, is called by the observer.
     """
+    check_forward(linear)
     code = getattr(type(linear).forward, "__code__", None)
     if isinstance(linear, ObservedLinear) or code is None or "__class__" in code.co_freevars:
         raise TypeError(f"only a plain nn.Linear can be observed, not {linear}: exclude it with filter_fn")
@@ -150,7 +152,7 @@ class ObservedLinear(InputStatistics, nn.Linear):
         """Start observing ``linear`` and return it."""
         check_observable(linear)
         kind = type(linear)
-        linear.__class__ = cls
+        change_class(linear, cls)
         assert isinstance(linear, ObservedLinear)
         keep_called(linear)
         linear.observed_class = kind
@@ -171,7 +173,7 @@ class ObservedLinear(InputStatistics, nn.Linear):
         kind = self.observed_class
         del self.hadamard_sign, self.observed_class
         release(self)
-        self.__class__ = kind  # type: ignore[assignment]
+        change_class(self, kind)
         return self
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nvfp4_tensor._compat.exports import check_not_traced, refuse_export
+from nvfp4_tensor._compat.modules import change_class, check_forward
 from nvfp4_tensor._compat.pickles import pin
 from nvfp4_tensor.dispatch.linears import is_nested, over_nested
 from nvfp4_tensor.numerics.codes import Codes
@@ -61,7 +62,8 @@ class NVFP4TrainingLinear(nn.Linear):
     @classmethod
     def convert(cls, linear: nn.Linear, recipe: Recipe) -> NVFP4TrainingLinear:
         """Convert a linear in place to train according to a recipe."""
-        linear.__class__ = cls
+        check_forward(linear)
+        change_class(linear, cls)
         assert isinstance(linear, NVFP4TrainingLinear)
         keep_called(linear)
         linear.register_buffer("rounding_state", None, persistent=False)
@@ -77,7 +79,7 @@ class NVFP4TrainingLinear(nn.Linear):
         for name in (*own, *_NOT_SAVED):
             self.__dict__.pop(name, None)
         release(self)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        change_class(self, nn.Linear)
         return self
 
     def set_recipe(self, recipe: Recipe, bf16_forward: bool, bf16_backward: bool) -> None:
