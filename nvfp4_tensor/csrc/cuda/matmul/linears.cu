@@ -96,7 +96,7 @@ class Products {
     int64_t column = 0;
     for (Problem& p : sets_) {
       p.y = static_cast<uint8_t*>(y.mutable_data_ptr()) + (fused.gated ? 0 : column) * y.element_size();
-      p.y_row = static_cast<int>(columns);
+      p.y_row = columns;
       column += p.N;
     }
     if (fits(fused)) {

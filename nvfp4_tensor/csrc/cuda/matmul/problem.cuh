@@ -32,9 +32,9 @@ struct Problem {
   const void* bias;  // absent, or broadcast to (E, M, N) by these steps
   int64_t bias_expert, bias_row, bias_column;
   Dtype x_dtype, bias_dtype, y_dtype;
-  void* y;  // (E, M, N)
+  void* y;        // (E, M, N)
+  int64_t y_row;  // elements between rows of y: N, or more where y is columns of a wider matrix
   int experts, M, N, K;
-  int y_row;                    // elements between rows of y: N, or more where y is columns of a wider matrix
   int rows;                     // of x over the batch: experts * M, or of all groups
   const int32_t* offs;          // (experts), where each group ends; null where every expert has M rows
   int Kp;                       // K rounded up to 16

@@ -222,7 +222,7 @@ __device__ __forceinline__ void write_units(const Problem& p, const TileCoord& a
   T* y = static_cast<T*>(p.y) + (static_cast<int64_t>(at.expert) * p.M + at.token + token) * p.y_row + mine;
   const uint32_t from = units + token * 128 + (unit ^ token % 8) * 16;
 #pragma unroll
-  for (int i = 0; i < S::kUnits; ++i, y += kUnitTokens * static_cast<int64_t>(p.y_row)) {
+  for (int i = 0; i < S::kUnits; ++i, y += kUnitTokens * p.y_row) {
     if (owns(i) && kUnitTokens * i + token < tokens) {
       __stcg(reinterpret_cast<uint4*>(y), load_shared_16(from + i * kUnitBytes));  // plain, nvcc makes it four stores
     }

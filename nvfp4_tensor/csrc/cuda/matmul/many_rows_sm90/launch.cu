@@ -45,7 +45,7 @@ void launch(const Problem* sets, int count, const Plan& plan, uint8_t* scratch, 
         {static_cast<u64>(p.Kp / 2), static_cast<u64>(static_cast<int64_t>(p.experts) * p.N)},
         {static_cast<u64>(p.code_row)}, {64, S::kRows}, CU_TENSOR_MAP_SWIZZLE_64B, kLines);
     weights.y[i] = x;  // not used where the warps write y
-    const bool is_aligned = p.N % 8 == 0 && on_16_bytes(p.y, static_cast<int64_t>(p.y_row) * 2);
+    const bool is_aligned = p.N % 8 == 0 && on_16_bytes(p.y, p.y_row * 2);
     weights.plain[i] = is_aligned && p.y_dtype == p.x_dtype && !(p.bias && p.bias_row);
     if (!S::kShared && weights.plain[i]) {
       weights.y[i] = tensor_map<2>(p.y, x_type, {static_cast<u64>(p.N), static_cast<u64>(p.rows)},
