@@ -48,7 +48,6 @@ def dense_again(model):
     return training.to_dense(model)(X)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("convert", [trained, calibrated, scaled, dense_again])
 def test_a_hook_calls_the_new_forward(convert):
     model = linear()

@@ -177,6 +177,12 @@ def _files(path: Path) -> tuple[list[Path], dict[str, str]]:
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise ValueError(f"{indices[0]}: expected a weight_map from tensor to file, found {str(index)[:80]}")
     names = sorted(set(index.values()))
+    single = path / "model.safetensors"
+    if indices[0] == usual and single.exists() and single.name not in names:  # saved twice, with another max_shard_size
+        raise ValueError(
+            f"{path} has {single.name}, which transformers loads, and {usual.name}, which names other files: remove "
+            "the model that is not meant"
+        )
     if absent := set(names) - {each.name for each in path.iterdir() if each.is_file()}:
         raise ValueError(f"{indices[0]} names {min(absent)[:200]}, which is not in {path}")
     return [path / name for name in names], index

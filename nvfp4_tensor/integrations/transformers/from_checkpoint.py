@@ -28,6 +28,7 @@ from nvfp4_tensor.integrations.transformers.experts import keep_origin, origins_
 from nvfp4_tensor.integrations.transformers.quantizer import NVFP4HfQuantizer, check_complete, parameter_of
 from nvfp4_tensor.quantization.conv1d import as_linear
 from nvfp4_tensor.quantization.linear import PRE_SCALE, set_pre_scale
+from nvfp4_tensor.quantization.names import some
 from nvfp4_tensor.tensor.description import CodedTensor
 from nvfp4_tensor.tensor.fp8 import FP8Tensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -46,6 +47,12 @@ class CheckpointQuantizer(NVFP4HfQuantizer):
             raise ValueError("an NVFP4 checkpoint cannot be loaded from a state_dict: pass its folder")
         checkpoint = read(Path(checkpoint_files[0]).parent, self.quantization_config.quant_method)
         assert isinstance(checkpoint, FolderCheckpoint)
+        read_from = {each.name for each in checkpoint.shards.files}
+        if unlike := {Path(each).name for each in checkpoint_files} ^ read_from:
+            raise ValueError(
+                f"{checkpoint.path}: transformers loads {some(sorted(unlike))}, but the folder's model is in "
+                f"{some(sorted(read_from))}: a variant of an NVFP4 checkpoint needs a folder of its own"
+            )
         origins, names = origins_to_read(model, checkpoint)
         first = {name: checkpoint.entries[each.names[0]] for name, each in origins.items()}
         self.weights = {name for name, entry in first.items() if entry.is_coded}

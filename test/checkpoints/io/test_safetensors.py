@@ -106,6 +106,21 @@ def test_the_usual_index_counts(tmp_path):
         Shards(tmp_path / "src")
 
 
+def test_a_folder_that_was_saved_twice(tmp_path):
+    """With another max_shard_size transformers leaves the earlier files, and loads the single one."""
+    folder = tmp_path / "src"
+    write_dense(folder, files=2)
+    save_file({"x": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors, which transformers loads, and .*index\.json, which names"
+    ):
+        Shards(folder)
+    for file in folder.glob("model-*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="remove the model that is not meant"):
+        Shards(folder)
+
+
 def test_a_pickle_is_never_read(tmp_path):
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     for read in (Shards, checkpoints.detect):

@@ -76,6 +76,14 @@ def test_the_scales_of_an_fp8_cache_are_left_out_quietly(folder):
     assert not report["unexpected_keys"] and not report["missing_keys"]
 
 
+def test_a_variant_needs_a_folder_of_its_own(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(folder, variant="other")
+    with pytest.raises(ValueError, match=r"transformers loads .*other.*, but the folder's model is in"):
+        AutoModelForCausalLM.from_pretrained(folder, variant="other")
+    assert len(quantized(AutoModelForCausalLM.from_pretrained(folder))) == 14
+
+
 def test_other_compressions_stay_with_transformers():
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
     from transformers.utils.quantization_config import CompressedTensorsConfig
