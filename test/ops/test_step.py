@@ -352,7 +352,7 @@ def sizes(device, *cases):
     return [case for case in cases if device == "cuda" or case[0] <= 1100]
 
 
-@pytest.mark.parametrize("batch", [0, 1, 8, 16, 17, 40, 64, 100, 128, 200, 1024])
+@pytest.mark.parametrize("batch", [0, 1, 8, 16, 17, 40, 64, 100, 128, 200, 512, 2100])
 @pytest.mark.parametrize("dtype, per_row", [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)])
 def test_linears_are_products(device, batch, dtype, per_row):
     """Bit for bit, with biases and without; with more than 8 rows another kernel may add in another order."""

@@ -110,14 +110,13 @@ void multiply(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& sc
 
 // --- which kernel ----------------------------------------------------------------------------------------------------
 
-inline Choice choose_kernel(const Problem& p) {
-  const ProductSize size = size_of(p);
-  const Machine& machine = this_machine();
+// Remembered for the sizes of a step: plans take the host one to three microseconds.
+Choice choose_kernel(const Problem& p);
+
+inline void print_choice(const Choice& choice, const Problem& p) {
+  if (!are_plans_printed()) return;
   const Fits fits = {fits_matmul_many_rows(p), fits_matmul_few_rows_sm90(p)};
-  const auto fits_dense = [&] { return fits_matmul_dense(p, Sum::kAlongRowsOfW); };
-  const Choice choice = choose(size, fits, machine.multiprocessors, fits_dense);
-  if (are_plans_printed()) print_plan(describe(choice, size, fits, name_of(p.x_dtype), machine));
-  return choice;
+  print_plan(describe(choice, size_of(p), fits, name_of(p.x_dtype), this_machine()));
 }
 
 }  // namespace nvfp4

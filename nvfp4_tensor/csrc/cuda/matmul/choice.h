@@ -18,6 +18,12 @@ struct Choice {
   const char* why;
   many_rows::PlannedKernel many_rows{{}, -1};     // kernel -1: not asked for
   int64_t few_rows_cost = -1, decoded_cost = -1;  // in cycles; -1: not asked for
+
+  int64_t cost() const {
+    return family == KernelFamily::kFewRows   ? few_rows_cost
+           : family == KernelFamily::kDecoded ? decoded_cost
+                                              : many_rows.plan.cost;
+  }
 };
 
 // Which kernels support the problem's alignment and dtypes.

@@ -79,8 +79,7 @@ class Products {
     const ScalarType type = given.scalar_type();
     const bool is_half = type == ScalarType::BFloat16 || type == ScalarType::Half;
     if (sets_.size() < w.count() || rows < 1 || given.size(given.dim() - 1) == 0 || !is_half) return;
-    int64_t apart = INT64_MAX;
-    if (rows <= costs::kMostRowsOfFewRows) apart = choose_few_rows();
+    const int64_t apart = choose_apart();
     if (way_ == Way::kApart) choose_many_rows(apart);
   }
 
@@ -119,42 +118,46 @@ class Products {
 
  private:
   enum class Way { kApart, kFewRows, kManyRows };
+  static constexpr const char* kJoint = "weights that share x";
 
   int count() const { return static_cast<int>(sets_.size()); }
-  ProductSize joint_size() const {
-    ProductSize size = size_of(sets_[0]);
-    for (size_t i = 1; i < sets_.size(); ++i) size.N += sets_[i].N;
-    return size;
+  Problem joint_problem() const {
+    Problem joint = sets_[0];
+    for (size_t i = 1; i < sets_.size(); ++i) joint.N += sets_[i].N;
+    return joint;
   }
 
-  // Where each one's own choice is a few-rows kernel, or one launch of Hopper's is faster than theirs, whose cycles it
-  // returns.
-  int64_t choose_few_rows() {
+  // By few-rows kernels where that is each one's own choice, or where one launch of Hopper's is faster than what each
+  // chooses, whose cycles it returns.
+  int64_t choose_apart() {
     bool all_few = true;
-    int64_t apart = kJoinCycles;
+    int64_t apart = kJoinCycles * (count() - 1);
     for (const Problem& p : sets_) {
       const Choice choice = choose_kernel(p);
-      const bool few = choice.family == KernelFamily::kFewRows;
-      all_few = all_few && few;
-      apart += few ? choice.few_rows_cost : choice.many_rows.plan.cost;
+      all_few = all_few && choice.family == KernelFamily::kFewRows;
+      apart += choice.cost();
     }
-    const int multiprocessors = this_machine().multiprocessors;
-    if (all_few || (count() > 1 && fits_matmul_sets_sm90(sets_.data(), count(), Fused{}) &&
-                    few_rows_sm90::cost(joint_size(), multiprocessors) < apart)) {
+    if (sets_[0].M > costs::kMostRowsOfFewRows) return apart;
+    const Problem joint = joint_problem();
+    if (all_few) {
       way_ = Way::kFewRows;
+      for (const Problem& p : sets_) print_choice(choose_kernel(p), p);
+    } else if (count() > 1 && fits_matmul_sets_sm90(sets_.data(), count(), Fused{}) &&
+               few_rows_sm90::cost(size_of(joint), this_machine().multiprocessors) < apart) {
+      way_ = Way::kFewRows;
+      print_choice({KernelFamily::kFewRows, kJoint}, joint);
     }
     return apart;
   }
 
   void choose_many_rows(int64_t apart) {
     if (!fits_matmul_sets_many_rows(sets_.data(), count())) return;
-    const ProductSize size = joint_size();
-    many_rows_ = many_rows::best_plan(size, this_machine().multiprocessors, true);
-    if (many_rows_.plan.cost >= apart) return;
-    way_ = Way::kManyRows;
-    if (!are_plans_printed()) return;
-    const Choice choice{KernelFamily::kManyRows, "weights that share x", many_rows_};
-    print_plan(describe(choice, size, Fits{true, false}, name_of(sets_[0].x_dtype), this_machine()));
+    const Problem joint = joint_problem();
+    Choice choice = choose_kernel(joint);
+    if (choice.many_rows.kernel < 0 || choice.many_rows.plan.cost >= apart) return;
+    way_ = Way::kManyRows, many_rows_ = choice.many_rows;
+    choice.family = KernelFamily::kManyRows, choice.why = kJoint;
+    print_choice(choice, joint);
   }
 
   const char* const op_;

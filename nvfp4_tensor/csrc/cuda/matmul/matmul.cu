@@ -55,40 +55,12 @@ void print_decoded(const Problem& p, const char* why) {
   print_plan(describe(choice, size_of(p), Fits{}, name_of(p.x_dtype), this_machine()));
 }
 
-// As choose_kernel, whose plans take the host one to three microseconds, remembered for the sizes of a training step.
-Choice remembered_choice(const Problem& p) {
-  struct Known {
-    int experts = -1, M, N, K, multiprocessors;
-    bool many_rows, few_rows;
-    Choice choice;  // where cuBLASLt serves
-  };
-  constexpr unsigned kKnown = 64;
-  if (are_plans_printed()) return choose_kernel(p);
-  const int multiprocessors = this_machine().multiprocessors;
-  const Fits fits = {fits_matmul_many_rows(p), fits_matmul_few_rows_sm90(p)};
-  thread_local Known known[kKnown];
-  Known& here = known[(p.M * 31u + p.N * 7u + p.K) / 8 % kKnown];
-  if (here.experts != p.experts || here.M != p.M || here.N != p.N || here.K != p.K ||
-      here.multiprocessors != multiprocessors || here.many_rows != fits.many_rows ||
-      here.few_rows != fits.few_rows_sm90) {
-    here = {p.experts,
-            p.M,
-            p.N,
-            p.K,
-            multiprocessors,
-            fits.many_rows,
-            fits.few_rows_sm90,
-            choose(size_of(p), fits, multiprocessors, [] { return true; })};
-  }
-  if (here.choice.decoded_cost >= 0 && !fits_matmul_dense(p, Sum::kAlongRowsOfW)) return choose_kernel(p);
-  return here.choice;
-}
-
 // The kernels that decode w as they go; false where decoding before is faster.
 bool fused_product(Problem& p, const Tensor& qdata, const Tensor& scale, cudaStream_t stream) {
   const Tensor codes = aligned_codes(qdata), scales = aligned_scales(scale);
   place_codes(p, codes, scales);
-  const Choice choice = remembered_choice(p);
+  const Choice choice = choose_kernel(p);
+  print_choice(choice, p);
   if (choice.family == KernelFamily::kDecoded) return false;
   if (choice.family == KernelFamily::kManyRows) {
     RawScratch scratch;
@@ -167,6 +139,35 @@ __global__ void finish_kernel(const __grid_constant__ Problem p, const float* su
 void launch_matmul_finish(const Problem& p, const float* sums, cudaStream_t stream) {
   const int64_t all = static_cast<int64_t>(p.experts) * p.M * p.N;
   finish_kernel<<<grid_of(8, (all + 255) / 256), 256, 0, stream>>>(p, sums);
+}
+
+Choice choose_kernel(const Problem& p) {
+  struct Known {
+    int experts = -1, M, N, K, multiprocessors;
+    bool many_rows, few_rows;
+    Choice choice;  // where cuBLASLt serves
+  };
+  constexpr unsigned kKnown = 64;
+  const int multiprocessors = this_machine().multiprocessors;
+  const Fits fits = {fits_matmul_many_rows(p), fits_matmul_few_rows_sm90(p)};
+  thread_local Known known[kKnown];
+  Known& here = known[(p.M * 31u + p.N * 7u + p.K) / 8 % kKnown];
+  if (here.experts != p.experts || here.M != p.M || here.N != p.N || here.K != p.K ||
+      here.multiprocessors != multiprocessors || here.many_rows != fits.many_rows ||
+      here.few_rows != fits.few_rows_sm90) {
+    here = {p.experts,
+            p.M,
+            p.N,
+            p.K,
+            multiprocessors,
+            fits.many_rows,
+            fits.few_rows_sm90,
+            choose(size_of(p), fits, multiprocessors, [] { return true; })};
+  }
+  if (here.choice.decoded_cost >= 0 && !fits_matmul_dense(p, Sum::kAlongRowsOfW)) {
+    return choose(size_of(p), fits, multiprocessors, [] { return false; });
+  }
+  return here.choice;
 }
 
 void multiply(Problem& p, const Tensor& x, const Tensor& qdata, const Tensor& scale,

@@ -76,7 +76,7 @@ using Launches = std::array<LaunchOf, 2>;  // of bfloat16, of float16
 template <bool kGrouped, int kCount, int kKernel>
 constexpr Launches launches() {
   constexpr costs::ManyRowsKernel k = costs::kManyRowsKernels[kKernel];
-  if constexpr ((kGrouped && !k.for_groups) || (kCount > 1 && !is_for_sets(k))) {
+  if constexpr (kGrouped && !k.for_groups) {
     return {};
   } else {
     using S = Shape<k.tokens, k.rows / 64, k.stages, k.x, k.tiles>;

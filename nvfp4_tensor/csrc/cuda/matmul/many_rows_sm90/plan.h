@@ -152,10 +152,9 @@ inline bool is_for_groups(const costs::ManyRowsKernel& kernel, const ProductSize
 }
 
 // Weights that share x in one launch: their tiles follow one another, so each has whole ones.
-constexpr int kMostRowsOfSets = 128, kRowsOfSets = 256;  // of x, and a divisor of those of w
-constexpr bool is_for_sets(const costs::ManyRowsKernel& kernel) { return kernel.tokens <= kMostRowsOfSets; }
+constexpr int kRowsOfSets = 256;  // a divisor of those of w
 inline bool fits_sets(const ProductSize& size) {
-  return !size.grouped && size.experts == 1 && size.M <= kMostRowsOfSets && size.N % kRowsOfSets == 0;
+  return !size.grouped && size.experts == 1 && size.N % kRowsOfSets == 0;
 }
 
 struct PlannedKernel {
@@ -165,12 +164,12 @@ struct PlannedKernel {
   const costs::ManyRowsKernel& its() const { return costs::kManyRowsKernels[kernel]; }
 };
 
-// By the kernel whose plan costs least, the first of equals. sets: of weights that share x, N rows together.
-inline PlannedKernel best_plan(const ProductSize& size, int multiprocessors, bool sets = false) {
+// By the kernel whose plan costs least, the first of equals.
+inline PlannedKernel best_plan(const ProductSize& size, int multiprocessors) {
   PlannedKernel best{{}, -1};
   for (int i = 0; i < costs::kManyRowsKernelCount; ++i) {
     const costs::ManyRowsKernel& kernel = costs::kManyRowsKernels[i];
-    if ((size.grouped && !is_for_groups(kernel, size)) || (sets && !is_for_sets(kernel))) continue;
+    if (size.grouped && !is_for_groups(kernel, size)) continue;
     const Plan plan = plan_of(size, kernel, multiprocessors);
     if (best.kernel < 0 || plan.cost < best.plan.cost) best = {plan, i};
   }
