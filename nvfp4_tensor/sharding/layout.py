@@ -194,7 +194,8 @@ class MatrixSharding(NamedTuple):
     @property
     def is_sharded(self) -> bool:
         """Whether other ranks have other shards of the matrix, or the local ranges are not contiguous."""
-        return any([dim.ranks > 1 or dim.ranges for dim in self])
+        rows, columns = self
+        return rows.ranks > 1 or columns.ranks > 1 or bool(rows.ranges or columns.ranges)
 
     @property
     def split_dim(self) -> int | None:
@@ -222,7 +223,7 @@ class MatrixSharding(NamedTuple):
 
     def check(self, x: Tensor, spec: QuantizeSpec, name: str) -> None:
         """Raise a ValueError that calls the matrix ``name`` if a range has incomplete blocks."""
-        for size, what, ranks, multiple in self._incomplete(x, spec):
+        for size, what, ranks, multiple in self._incomplete(x, spec) if self.is_sharded else ():
             raise ValueError(
                 f"{name} has {size} {what} in a range of one of {ranks} ranks, but {spec} quantizes groups of "
                 f"{multiple}: give each range a multiple of {multiple} {what}"
