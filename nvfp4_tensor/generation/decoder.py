@@ -219,7 +219,8 @@ class Decoder:
             if runner is None or runner.plan.requests_more:
                 return None
             runner.feed(input_ids)
-            runner.launch(position, position_ids, padding)
+            # Without position_ids the forwards of all families count padding; texts in rows of their own have none.
+            runner.launch(position, position_ids, padding, counts_padding=not self.rows)
             # The model is compared with its plan while the device computes: a graph only reads memory that its plan
             # keeps alive, so what it computed for a changed model is dropped.
             if self.plan() is runner.plan:
@@ -249,9 +250,8 @@ class Decoder:
         if self.rows:
             return invariance.read(self.model, plan, tokens, positions, padding, cache, kept or tokens.shape[1])
         starts = None if padding is None else padding.starts
-        if positions is None:
+        if positions is None:  # as the families' own forwards count, padding included
             positions = torch.arange(position, position + tokens.shape[1], device=tokens.device)[None]
-            positions = positions if starts is None else (positions - starts[:, None]).clamp(min=0)
         return plan.prompts.read(tokens, positions, starts, cache, min(kept or tokens.shape[1], tokens.shape[1]))
 
     def runner(

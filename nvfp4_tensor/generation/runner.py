@@ -49,7 +49,7 @@ class Runner:
     ) -> None:
         self.plan, self.batch, self.chooser, self.rows = plan, batch, chooser, rows
         self._known: int | None = None
-        self._known_rotary: int | None = None
+        self._known_rotary: tuple[int, bool] | None = None
         self._known_padding: Any = None
         with torch.no_grad():
             with torch.inference_mode(False):  # inference tensors could not be written to outside of that mode
@@ -116,13 +116,16 @@ class Runner:
         """Set the next input: tokens of B elements."""
         _first(self._tokens, len(tokens)).copy_(tokens.view(-1, 1))
 
-    def launch(self, position: int, position_ids: Tensor | None = None, padding: Any = None) -> None:
+    def launch(
+        self, position: int, position_ids: Tensor | None = None, padding: Any = None, counts_padding: bool = False
+    ) -> None:
         """Run the fed tokens at this position of the cache, without waiting for the device.
 
         Args:
             position: the number of tokens in the cache, less than its capacity.
             position_ids: (1 or B, 1), the positions of the rotary embeddings. None: counted from the starts.
             padding: before the texts in the cache, the same object as long as it is the same; None: none.
+            counts_padding: without ``position_ids``, count from the begin of the cache instead.
         """
         if padding is not self._known_padding:
             assert self._starts is not None
@@ -134,14 +137,16 @@ class Runner:
             self._position.copy_(self._own(position)) if self.rows else self._position.fill_(position)
         if position_ids is not None:
             _first(self._positions, len(position_ids)).copy_(position_ids)
-        elif self._known_rotary != position:
-            self._positions.copy_(self._own(position)[:, None])
+        elif self._known_rotary != (position, counts_padding):
+            own = torch.full_like(self._position, position) if counts_padding else self._own(position)
+            self._positions.copy_(own[:, None])
         if self._rotations is not None:
             for static, new in zip(self._rotations, self.plan.rotations(self._positions), strict=True):
                 torch._foreach_copy_(list(static), list(new))
         self._known, self._known_rotary = None, None  # unknown should the replay raise
         self._replay()
-        self._known, self._known_rotary = position + 1, None if position_ids is not None else position + 1
+        self._known = position + 1
+        self._known_rotary = None if position_ids is not None else (position + 1, counts_padding)
 
     def _own(self, position: int) -> Tensor:
         """Return the position of each text, or of all (1,), behind padding."""

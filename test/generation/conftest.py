@@ -31,5 +31,5 @@ def natively(way):
 def steps(monkeypatch):
     """The positions of the tokens that are decoded natively."""
     seen, launch = [], Runner.launch
-    monkeypatch.setattr(Runner, "launch", lambda self, at, *more: seen.append(at) or launch(self, at, *more))
+    monkeypatch.setattr(Runner, "launch", lambda self, at, *a, **k: seen.append(at) or launch(self, at, *a, **k))
     return seen

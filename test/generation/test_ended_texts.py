@@ -21,7 +21,7 @@ TEXTS, TOKENS = 7, 24
 def rows(monkeypatch):
     """The number of texts of each step."""
     seen, launch = [], Runner.launch
-    monkeypatch.setattr(Runner, "launch", lambda self, *args: seen.append(self.batch) or launch(self, *args))
+    monkeypatch.setattr(Runner, "launch", lambda self, *a, **k: seen.append(self.batch) or launch(self, *a, **k))
     return seen
 
 

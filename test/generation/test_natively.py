@@ -182,6 +182,33 @@ def test_positions_of_a_caller(way, natively, steps):
     assert steps == [*range(8, 14), 13]
 
 
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_positions_of_padded_texts(family, natively, steps):
+    """Prompts and steps without position_ids have the positions of the own forward, also behind those of generate."""
+    model = natively(tiny_model(family))
+    own = restored(model)
+    ids, tokens = prompt(model, 2), prompt(model, 2, 3)
+    mask = torch.ones(2, 11, dtype=torch.int64, device=model.device)
+    mask[0, :3] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def logits_of(model, cache, given):
+        """Return the logits of the prompt and the steps, with position_ids in those of the three calls in ``given``."""
+        logits = []
+        for i, (start, end) in enumerate(((0, 8), (8, 9), (9, 10), (10, 11))):
+            its = {"position_ids": positions[:, start:end]} if min(i, 2) in given else {}
+            new = torch.cat((ids, tokens), 1)[:, start:end]
+            logits.append(model(new, **{CACHE: cache}, attention_mask=mask[:, :end], **its).logits[:, -1].float())
+        return torch.stack(logits, 1)
+
+    with torch.no_grad():
+        for given in ((), (0,), (0, 1), (1,), (0, 1, 2)):
+            expected = logits_of(own, transformers.DynamicCache(config=own.config), given)
+            error = relative_error(logits_of(model, FixedCache(4, 20), given), expected).max()
+            assert error < (0.1 if family in MIXTURES else 0.03), given
+    assert steps == [8, 9, 10] * 5
+
+
 def test_names_of_the_cache():
     class Remote(torch.nn.Module):
         def forward(self, input_ids, past_key_values=None):
