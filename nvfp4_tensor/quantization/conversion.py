@@ -20,7 +20,7 @@ from nvfp4_tensor.quantization.experts import names_of_experts, stop_training
 from nvfp4_tensor.quantization.linear import joined_linears, quantizable, set_weight, shared_parameters
 from nvfp4_tensor.quantization.names import refused_by_name
 from nvfp4_tensor.quantization.observer import InputStatistics, ObservedLinear, check_observable, check_observed
-from nvfp4_tensor.quantization.shards import refuse_shards
+from nvfp4_tensor.quantization.shards import refuse_absent
 from nvfp4_tensor.quantization.trained import dense_linear, trained_in_nvfp4, warn_of_training
 from nvfp4_tensor.quantization.weights import WeightRef, dense_experts, shared_amax, with_static_amax
 from nvfp4_tensor.tensor.arguments import stored_spec
@@ -68,7 +68,7 @@ class Conversion:
         self.done: set[nn.Module] = set()
         self.amax: dict[nn.Module, Tensor] = {}
         self.bar = tqdm(disable=True)
-        refuse_shards(model, {*self.linears, *(model.get_submodule(name.rpartition(".")[0]) for name in experts)})
+        refuse_absent(model, {*self.linears, *(model.get_submodule(name.rpartition(".")[0]) for name in experts)})
         for linear in self.linears:
             with refused_by_name(self.names[linear]):
                 self._check(linear)

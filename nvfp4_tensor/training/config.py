@@ -16,7 +16,7 @@ from nvfp4_tensor.quantization.callers import once_per_call
 from nvfp4_tensor.quantization.conv1d import as_linear, is_conv1d
 from nvfp4_tensor.quantization.linear import quantizable
 from nvfp4_tensor.quantization.names import refused_by_name
-from nvfp4_tensor.quantization.shards import refuse_shards
+from nvfp4_tensor.quantization.shards import refuse_absent
 from nvfp4_tensor.training.linear.cache import WeightCodes
 from nvfp4_tensor.training.linear.module import NVFP4TrainingLinear
 from nvfp4_tensor.training.recipe import Recipe, resolve
@@ -62,7 +62,7 @@ def converted(module: nn.Module, config: AOBaseConfig, recipe: Recipe) -> nn.Mod
 
 def check_trainable(model: nn.Module, chosen: list[nn.Module], is_all: bool) -> None:
     """Raise the errors of all modules of a call before the first one changes."""
-    refuse_shards(model, chosen)
+    refuse_absent(model, chosen)
     among = set(chosen)
     for name, module in model.named_modules():
         if module in among:

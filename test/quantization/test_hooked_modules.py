@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, calibrate, training
+from nvfp4_tensor import NVFP4Config, NVFP4WeightOnlyConfig, calibrate, quantize_model, training
+from nvfp4_tensor.quantization import gptq
 from nvfp4_tensor.quantization.linear import set_pre_scale, set_weight
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 
@@ -79,3 +80,46 @@ def test_a_forward_of_ones_own_is_refused(convert):
     model[0].forward = lambda x: 2 * own(x)
     with pytest.raises(TypeError, match="has a forward of its own"):
         convert(model)
+
+
+def prepared(model):
+    quantize_(model, NVFP4Config(step="prepare"))
+
+
+def by_gptq(model):
+    gptq(model, [X], NVFP4WeightOnlyConfig(), progress=False)
+
+
+def quantized(model):
+    quantize_(model, NVFP4WeightOnlyConfig())
+
+
+@pytest.mark.parametrize("convert", [quantize_model, quantized, prepared, by_gptq, trained, calibrated])
+@pytest.mark.parametrize("way", ["leaf", "sequence", "parent"])
+def test_offloaded_weights_are_refused(convert, way):
+    """Before any change, whichever hook keeps the weights."""
+    hooks = pytest.importorskip("accelerate").hooks
+    model = nn.Sequential(linear()[0], nn.Sequential(nn.Linear(48, 64)))
+    if way == "sequence":
+        hooks.add_hook_to_module(model[1][0], hooks.ModelHook())
+    parents = ["Sequential"] if way == "parent" else None
+    hooks.attach_align_device_hook(model[1], "cpu", offload=True, preload_module_classes=parents)
+    expected = model(X)
+    before = dict(model.named_parameters())
+    assert before["1.0.weight"].is_meta and hasattr(model[1], "_hf_hook") == (way == "parent")
+    with pytest.raises(ValueError, match=r"1\.0\.weight is offloaded by accelerate.*quantize first, then offload"):
+        convert(model)
+    assert all(each is before[name] for name, each in model.named_parameters())
+    assert torch.equal(model(X), expected)
+
+
+def test_what_the_error_says_works():
+    """Codes that are offloaded multiply as before, and weights come back with the removal of the hooks."""
+    accelerate = pytest.importorskip("accelerate")
+    model, other = linear(), accelerate.cpu_offload(linear(), "cpu")
+    quantized(model)
+    expected = model(X)
+    assert torch.equal(accelerate.cpu_offload(model, "cpu")(X), expected) and model[0].weight.is_meta
+    accelerate.hooks.remove_hook_from_submodules(other)
+    quantized(other)
+    assert torch.equal(other(X), expected)

@@ -31,7 +31,7 @@ from nvfp4_tensor.quantization.linear import joined_linears, quantizable, shared
 from nvfp4_tensor.quantization.names import refused_by_name
 from nvfp4_tensor.quantization.observed_experts import ROUTED, routed_tokens, summary_of
 from nvfp4_tensor.quantization.observer import check_observable
-from nvfp4_tensor.quantization.shards import refuse_shards
+from nvfp4_tensor.quantization.shards import refuse_absent
 from nvfp4_tensor.quantization.trained import restored, to_dense
 from nvfp4_tensor.quantization.weights import WeightRef
 from nvfp4_tensor.quantization.whole_model import PlannedFilter, plan_model
@@ -204,7 +204,7 @@ def find_targets(model: nn.Module, filter_fn: Filter | None) -> list[WeightRef]:
         for name, module in model.named_modules()
         if (is_linear(module) or expert_weights(module) if filter_fn is None else filter_fn(module, name))
     }
-    refuse_shards(model, chosen)
+    refuse_absent(model, chosen)
     targets = [target for module, name in chosen.items() for target in _targets_of(name, as_linear(module))]
     if not targets:
         raise ValueError(
