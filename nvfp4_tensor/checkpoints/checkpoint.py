@@ -251,6 +251,7 @@ class Format(abc.ABC):
         is_file: whether a checkpoint is one file (GGUF) instead of a folder.
         is_served: whether its readers join q, k and v, or gate and up, which then need equal per-tensor scales.
         holds_experts: whether NVFP4 experts in one tensor (E, N, K) can be written.
+        holds_embeddings: whether a reader takes the weight of an embedding in NVFP4.
         cache_scales: the names, in a layer's attention, of the scales of keys and values in an FP8 cache; () for none.
     """
 
@@ -258,6 +259,7 @@ class Format(abc.ABC):
     is_file: ClassVar[bool] = False
     is_served: ClassVar[bool] = True
     holds_experts: ClassVar[bool] = False
+    holds_embeddings: ClassVar[bool] = False
     cache_scales: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod

@@ -54,6 +54,7 @@ class MLX(TableFormat):
     )
     config_keys = ("quantization", "quantization_config")
     is_served = False
+    holds_embeddings = True
     reserved = (".scales", ".biases", ".global_scale")
 
     def __init__(self, global_scale: bool = True) -> None:

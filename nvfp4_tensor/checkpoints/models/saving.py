@@ -25,9 +25,10 @@ from nvfp4_tensor.numerics.choices import RoundingMode
 from nvfp4_tensor.quantization.conv1d import is_conv1d, was_conv1d
 from nvfp4_tensor.quantization.experts import in_mixtral, names_in_files
 from nvfp4_tensor.quantization.linear import PRE_SCALE
-from nvfp4_tensor.quantization.model_families import MIXTRAL_TYPES
-from nvfp4_tensor.quantization.names import some
+from nvfp4_tensor.quantization.model_families import EMBEDDINGS, MIXTRAL_TYPES
+from nvfp4_tensor.quantization.names import is_matched, some
 from nvfp4_tensor.quantization.observer import InputStatistics
+from nvfp4_tensor.tensor.description import CodedTensor
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
 from nvfp4_tensor.tensor.tiles import requantize
 
@@ -70,13 +71,16 @@ def save(
         checkpoints.save(model, "SmolLM2-135M-NVFP4", format="compressed-tensors")
 
     Raises:
-        ValueError: a tensor cannot be stored in the format, or the model has adapters or is prepared for a calibration;
-            the message has the name. Nothing is written.
+        ValueError: a tensor cannot be stored in the format, or would not be read back (an embedding in NVFP4, but for
+            GGUF and MLX), or the model has adapters or is prepared for a calibration; the message has the name. Nothing
+            is written.
     """
     if mismatched_scales not in ("requantize", "keep", "refuse"):
         raise ValueError(f"mismatched_scales: expected 'requantize', 'keep' or 'refuse', found {mismatched_scales!r}")
     target = format_named(format)
     model = unwrapped(model) if isinstance(model, nn.Module) else model
+    if not target.holds_embeddings:
+        refuse_embeddings(model)
     checkpoint: Checkpoint = ModelCheckpoint(model, config, mismatched_scales)
     if format not in ("dense", "gguf") and not any(entry.is_coded for entry in checkpoint.entries.values()):
         warn_user(f"the {type(model).__name__} has only dense weights: quantize it, or give format='dense'")
@@ -199,6 +203,26 @@ class ModelCheckpoint(Checkpoint):
         stored = tensor_of(parts, torch.float32)
         again = parts_of(requantize(stored, stored.dequantize(), spec, amax=shared * spec.largest_value))
         return parts.replace(qdata=again.qdata, scale=again.scale, per_tensor_scale=shared, divisor=None)
+
+
+def refuse_embeddings(model: nn.Module | Mapping[str, Tensor]) -> None:
+    """Raise a ValueError with the name of an embedding whose weight has codes: no loader reads it back.
+
+    In a state dict, names tell which tensors are embeddings.
+    """
+    weights: dict[str, Tensor | None] = {}
+    if isinstance(model, nn.Module):
+        modules = {path: each for path, each in model.named_modules() if isinstance(each, nn.Embedding)}
+        weights |= {f"{path}.weight".lstrip("."): each._parameters.get("weight") for path, each in modules.items()}
+    else:
+        weights |= {name: each for name, each in model.items() if is_matched(name, EMBEDDINGS)}
+    for name, weight in weights.items():
+        if isinstance(weight, CodedTensor):
+            raise ValueError(
+                f"{name} is the {type(weight).__name__} of an embedding, which no loader reads back: give it its dense "
+                "weight first (embedding.weight = nn.Parameter(embedding.weight.dequantize())), or keep the model by "
+                "torch.save"
+            )
 
 
 def _named_tensors(model: nn.Module | Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ from nvfp4_tensor.checkpoints.formats import modelopt
 from nvfp4_tensor.checkpoints.io.safetensors import write_json
 from nvfp4_tensor.checkpoints.io.sidecar import SIDECAR, lost_factors, write_factors
 from nvfp4_tensor.checkpoints.models.hf_names import names_in_files
-from nvfp4_tensor.checkpoints.models.saving import MismatchedScales, ModelCheckpoint
+from nvfp4_tensor.checkpoints.models.saving import MismatchedScales, ModelCheckpoint, refuse_embeddings
 from nvfp4_tensor.checkpoints.names import warn_of_mixed_groups
 from nvfp4_tensor.checkpoints.parts import LinearParts, nan_blocks
 from nvfp4_tensor.checkpoints.wrappers import View, WeightOnly
@@ -117,6 +117,7 @@ def _with_values(model: PreTrainedModel) -> Any:
 
 def plain_state_dict(model: PreTrainedModel, weight_only: bool) -> dict[str, Tensor]:
     """Return the tensors to write, and set the quantization_config of the model accordingly."""
+    refuse_embeddings(model)
     checkpoint, own = checkpoint_of(model, weight_only)
     modelopt.FORMAT.check(checkpoint)
     dense = {name: tensor.detach() for name, tensor in own.tensors.items() if not isinstance(tensor, CodedTensor)}

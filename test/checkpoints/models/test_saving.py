@@ -251,6 +251,47 @@ def test_an_error_writes_nothing(tmp_path, block, change, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture(params=["alone", "tied"])
+def coded_table(request):
+    """A Llama with codes in its embedding, which its output layer may share."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, vocab_size=64, tie_word_embeddings=request.param == "tied")
+    model = transformers.LlamaForCausalLM(config).bfloat16()
+    table = model.model.embed_tokens
+    table.weight = nn.Parameter(quantize(table.weight.detach()), requires_grad=False)
+    if request.param == "tied":
+        model.lm_head.weight = table.weight
+    return model
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "torchao"])
+def test_codes_of_an_embedding_are_refused(tmp_path, coded_table, format):
+    """Nothing reads them back. With a dense weight the model is read back to the bit."""
+    for each in (coded_table, coded_table.state_dict()):
+        with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is the NVFP4Tensor of an embedding"):
+            checkpoints.save(each, tmp_path / "a", format=format, progress=False)
+    assert not list(tmp_path.iterdir())
+    table, head, ids = coded_table.model.embed_tokens, coded_table.lm_head, torch.arange(64)[None]
+    quantize_(coded_table.model.layers, NVFP4WeightOnlyConfig())
+    table.weight = nn.Parameter(table.weight.dequantize())
+    head.weight = table.weight if coded_table.config.tie_word_embeddings else head.weight
+    expected = coded_table(ids).logits
+    checkpoints.save(coded_table, tmp_path / "a", format=format, progress=False)
+    again = checkpoints.load(type(coded_table)(coded_table.config).bfloat16(), tmp_path / "a", progress=False)
+    assert torch.equal(again(ids).logits, expected)
+
+
+@pytest.mark.parametrize(("format", "options"), [("gguf", {"tokenizer": None}), ("mlx", {"global_scale": True})])
+def test_codes_of_an_embedding_where_they_are_read(tmp_path, coded_table, format, options):
+    """By llama.cpp and MLX."""
+    path = tmp_path / f"a{'.gguf' * (format == 'gguf')}"
+    checkpoints.save(coded_table, path, format=format, progress=False, **options)
+    with checkpoints.read(path) as checkpoint:
+        got = tensor_of(checkpoint.linear("model.embed_tokens.weight"), torch.float32).dequantize()
+    assert torch.equal(got, coded_table.model.embed_tokens.weight.dequantize(torch.float32))
+
+
 def test_a_model_is_saved_with_its_own_dtype_class_and_generation_config(tmp_path):
     """As save_pretrained does. The config has the dtype that the model was made with, and perhaps no class."""
     transformers = pytest.importorskip("transformers")

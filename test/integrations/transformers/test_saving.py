@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from nvfp4_tensor import (
     NVFP4Config,
+    NVFP4Tensor,
     NVFP4WeightOnlyConfig,
     QuantizeSpec,
     calibrate,
@@ -122,6 +123,17 @@ def test_scales_of_each_linear_are_requantized(llama, tmp_path, ids):
     assert 0 < (got - exact).norm() < 0.15 * exact.norm()
     with pytest.raises(ValueError, match="no NVFP4 weights"):
         nvfp4.attach_quantizer(llama()[0])
+
+
+def test_codes_of_an_embedding_are_refused(llama, tmp_path):
+    """from_pretrained would not read them."""
+    model, _ = llama()
+    table = model.model.embed_tokens
+    table.weight = torch.nn.Parameter(NVFP4Tensor.to_nvfp4(table.weight.detach()), requires_grad=False)
+    nvfp4.attach_quantizer(model)
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is the NVFP4Tensor of an embedding"):
+        model.save_pretrained(tmp_path / "a")
+    assert not [*tmp_path.glob("a/*")]
 
 
 def test_a_configuration_speaks_of_the_names_in_files(tmp_path):

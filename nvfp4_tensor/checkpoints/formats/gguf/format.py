@@ -64,6 +64,7 @@ class GGUF(Format):
     is_file = True
     is_served = False
     holds_experts = True  # of gpt-oss
+    holds_embeddings = True
 
     def detect(self, path: Path) -> bool:
         if not path.is_file():
