@@ -59,12 +59,13 @@ class Conversion:
         is_all: bool = True,
     ) -> None:
         config._check_calibrated()
-        self.config = config
+        self.config, self.spec = config, config.weight
         self.prepares, self.converts = (config.step == step for step in (Step.PREPARE, Step.CONVERT))
         self.linears = {each: None for each in chosen if not self.converts or isinstance(each, ObservedLinear)}
         self.names = {module: name for name, module in model.named_modules() if module in self.linears}
         self.joined = joined_linears(model, self.linears)
-        self.experts = [each for each in dense_experts(model) if each.name in experts]
+        found = list(dense_experts(model))
+        self.experts = [each for each in found if each.name in experts]
         self.done: set[nn.Module] = set()
         self.amax: dict[nn.Module, Tensor] = {}
         self.bar = tqdm(disable=True)
@@ -81,8 +82,8 @@ class Conversion:
             self._warn_of_codes()
             if not self.converts:  # those that were prepared were named then
                 self._warn_of_adapters(model)
-        if config.experts is None and not self.prepares and not experts:
-            _warn_of_dense_experts(model)
+        if found and config.experts is None and not self.prepares and not experts:
+            _warn_of_dense_experts(model, found)
 
     def start(self, model: nn.Module) -> None:
         """Observe or quantize the experts."""
@@ -127,7 +128,7 @@ class Conversion:
 
     @property
     def _observed_spec(self) -> QuantizeSpec:
-        return self.config.activation or self.config.weight
+        return self.config.activation or self.spec
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
@@ -160,7 +161,7 @@ class Conversion:
 
     def _check_codes(self, module: nn.Module) -> None:
         """Raise a ValueError if the codes that a weight trained do not fit the config."""
-        if self.config.weighted or self.config.weight.hadamard_sign != module.weight.spec.hadamard_sign:  # type: ignore[union-attr]
+        if self.config.weighted or self.spec.hadamard_sign != module.weight.spec.hadamard_sign:  # type: ignore[union-attr]
             raise ValueError(
                 f"{module} trained in NVFP4 and keeps its codes, so that a scale search or a Hadamard transform of the "
                 "weight is not possible: leave them out of the config, or give the linear dequantize() of its weight "
@@ -215,7 +216,7 @@ class Conversion:
 
     def _warn_of_codes(self) -> None:
         """Warn of weights that trained in NVFP4 by another spec than the config's, because they keep their codes."""
-        spec = stored_spec(self.config.weight)
+        spec = stored_spec(self.spec)
         other = [each for each in self.linears if trained_in_nvfp4(each) and each.weight.spec != spec]  # type: ignore[union-attr]
         if other:
             warn_user(
@@ -241,7 +242,7 @@ class Conversion:
 
     def _shared_amax(self, module: nn.Module) -> Tensor | None:
         """Return the largest amax of the weights that share a per-tensor scale with a module's; None if none does."""
-        group, spec = self.joined.get(module), self.config.weight
+        group, spec = self.joined.get(module), self.spec
         if group is None or spec.row_scaled or any(trained_in_nvfp4(each) for each in group):
             return None
         if module not in self.amax:
@@ -249,12 +250,10 @@ class Conversion:
         return self.amax[module]
 
 
-def _warn_of_dense_experts(model: nn.Module) -> None:
+def _warn_of_dense_experts(model: nn.Module, left: Sequence[WeightRef]) -> None:
     """Warn of the experts of a model that a config does not mention."""
-    left = list(dense_experts(model))
-    if left:
-        share = sum(each.dense.numel() for each in left) / sum(parameter.numel() for parameter in model.parameters())
-        warn_user(
-            f"the experts stay dense, {share:.0%} of the model's weights ({left[0].name}, {len(left)} in all): "
-            "experts=True in the config also quantizes them, experts=False silences this warning"
-        )
+    share = sum(each.dense.numel() for each in left) / sum(parameter.numel() for parameter in model.parameters())
+    warn_user(
+        f"the experts stay dense, {share:.0%} of the model's weights ({left[0].name}, {len(left)} in all): "
+        "experts=True in the config also quantizes them, experts=False silences this warning"
+    )
