@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torchao.utils import fill_defaults
 
 from nvfp4_tensor.dispatch.table import IN_DDP, UnsupportedError, aten, implements, unsupported
 from nvfp4_tensor.dispatch.views import on_leading, parts_of, rebuilt, stored_dim
+from nvfp4_tensor.numerics import layout
 from nvfp4_tensor.numerics.layout import BLOCK
 from nvfp4_tensor.tensor.description import Args, Kwargs, Op, Types
 from nvfp4_tensor.tensor.nvfp4 import NVFP4Tensor
@@ -23,7 +25,13 @@ def _index_select(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     stored = stored_dim(t, dim)
     if stored == t.dim() - 1:
         raise unsupported(func, "it would split blocks of 16")
-    return on_leading(t, lambda part: part.index_select(stored, index))
+    qdata = t.qdata.index_select(stored, index)
+    places = [torch.arange(n, device=index.device) for n in qdata.shape[:-1]]
+    places[stored] = index.view(-1)
+    rows = torch.zeros((), dtype=torch.int64, device=index.device)
+    for n, at in zip(t.qdata.shape[:-1], places, strict=True):
+        rows = rows.unsqueeze(-1) * n + at
+    return _of_rows(t, qdata, rows)
 
 
 @implements(aten.index.Tensor)
@@ -34,7 +42,37 @@ def _index(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
     covered = sum(max(index.dim(), 1) if index is not None and index.dtype == torch.bool else 1 for index in indices)
     if covered >= t.dim() - t.transposed:  # a transpose has the blocks in the dimension before the last
         raise unsupported(func, "it would split blocks of 16")
-    return on_leading(t, lambda part: aten.index.Tensor(part, indices))
+    *leading, half = t.qdata.shape
+    if all(index is not None and index.dtype in (torch.int32, torch.int64) for index in indices):
+        qdata = aten.index.Tensor(t.qdata, indices)  # raises torch's errors of indices
+        rows = torch.zeros((), dtype=torch.int64, device=qdata.device)
+        for n, index in zip(leading, indices, strict=False):
+            index = index.to(rows.device)  # torch takes indices on the CPU for any tensor
+            rows = rows * n + torch.where(index < 0, index + n, index)
+        rest = math.prod(leading[len(indices) :])
+        rows = rows.unsqueeze(-1) * rest + torch.arange(rest, device=qdata.device)
+    else:
+        every = torch.arange(math.prod(leading), device=t.qdata.device).view(leading)
+        rows = aten.index.Tensor(every, indices)
+        qdata = t.qdata.reshape(every.numel(), half)[rows]
+    return _of_rows(t, qdata, rows)
+
+
+def _of_rows(t: NVFP4Tensor, qdata: Tensor, rows: Tensor) -> NVFP4Tensor:
+    """Return a copy of some rows, with codes (*leading, bytes), at a cost by these rows; of a view, by its rows.
+
+    rows: int64, of each row of ``qdata`` the index among the rows of t.
+    """
+    rows, factor = rows.reshape(-1), t.per_tensor_scale
+    if factor.dim() == 2:  # of each matrix
+        factor = factor.view(-1)[rows // max(math.prod(t.qdata.shape[1:-1]), 1)]
+    elif factor.dim() == 1:
+        factor = factor[rows]
+    if t.window is None:
+        scale = layout.unswizzle_rows(t.scale.view(torch.uint8), rows, t.qdata.shape[-1] * 2 // BLOCK)
+    else:
+        scale = t.unswizzled_scale().view(torch.uint8).flatten(0, -2)[rows]
+    return rebuilt(t, (qdata, scale, factor if factor.dim() else None))
 
 
 @implements(aten.embedding.default)

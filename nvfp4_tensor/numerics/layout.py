@@ -105,6 +105,16 @@ def unswizzle(scale: Tensor, rows: int, columns: int) -> Tensor:
     return data[:rows, :columns].contiguous().view(scale.dtype)
 
 
+def unswizzle_rows(scale: Tensor, rows: Tensor, columns: int) -> Tensor:
+    """Return the rows (R,) of what :func:`unswizzle` returns: (R, columns). Others are not read."""
+    row_tiles, column_tiles = scale.shape[:2]
+    data, unit = _four_at_once(scale)
+    data = data.view(row_tiles, column_tiles, 32, 4, unit).permute(0, 3, 2, 1, 4)
+    data = data[rows // TILE_ROWS, rows % TILE_ROWS // 32, rows % 32]
+    data = data.flatten().view(torch.uint8 if scale.element_size() == 1 else scale.dtype)
+    return data.view(rows.shape[0], column_tiles * TILE_COLUMNS)[:, :columns].contiguous().view(scale.dtype)
+
+
 def _four_at_once(scale: Tensor) -> tuple[Tensor, int]:
     """View four block scales of a row, which both layouts keep together, as one number: 40 times as fast on a CPU.
 
