@@ -61,6 +61,8 @@ FAULTS = [
       "matmul/test_matmul.py"),
     F("dispatch/linears.py", "x.dtype is not w.orig_dtype or", "", "matmul/test_matmul.py"),
     F("dispatch/views.py", "view.window.splits and t.spec.hadamard_sign is not None", "False", "dispatch/test_views.py dispatch/test_operators.py"),
+    F("dispatch/joins.py", "torch.where(index < 0, index + n, index)", "index", "dispatch/test_gathers.py"),
+    F("numerics/layout.py", "rows % TILE_ROWS // 32, rows % 32", "rows % 4, rows % TILE_ROWS // 4", "dispatch/test_gathers.py"),
     # --- matmul and ops ---
     F("matmul/product.py", "if beta == 0:\n        bias = None", "if False:\n        bias = None", "matmul/test_matmul.py dispatch/test_operators.py"),
     F("matmul/product.py", "bias = bias.expand(*a.shape[:-1], b.shape[-1]).mT", "bias = bias.expand(*a.shape[:-1], b.shape[-1])",
@@ -82,6 +84,7 @@ FAULTS = [
     F("quantization/observer.py", "torch.maximum(self.activation_amax, torch.ops.nvfp4.amax(x))", "torch.ops.nvfp4.amax(x)",
       "quantization/test_calibration.py"),
     F("quantization/observer.py", "magnitude = torch.where(finite, magnitude, -1.0)", "pass", "quantization/test_calibration.py"),
+    F("quantization/shards.py", 'getattr(hook, "place_submodules", False)', "False", "quantization/test_hooked_modules.py"),
     F("quantization/names.py", "(*_WHOLE, *_with_other_names(JOINED))", "(*_WHOLE, *JOINED)", "quantization/test_model_families.py"),
     F("checkpoints/quantizing.py", "drafters=_drafters(source)", "drafters=()", "checkpoints/test_quantizing.py"),
     F("checkpoints/wrappers.py", "if stack.interleaved else", "if False else", "checkpoints/test_quantizing.py"),
@@ -205,6 +208,7 @@ FAULTS = [
       "generation/test_layers.py generation/test_random_texts.py"),
     F("generation/layer.py", "self._select(max(kept, 0), None)", "self._select(kept + 1, None)", "generation/test_layers.py"),
     F("generation/decoder.py", "if _has_own_forward(model):", "if False:", "generation/test_natively.py"),
+    F("generation/decoder.py", "counts_padding=not self.rows", "counts_padding=False", "generation/test_natively.py"),
     F("generation/fixed_cache.py", "self._check_fits(key_states, self.buffers[0].shape[1])", "pass", "generation/test_fixed_cache.py"),
     F("generation/fixed_cache.py", "self.lender.pairs.pop(self.index, None)", "pass", "generation/test_fixed_cache.py"),
     F("generation/fixed_cache.py", "buffer.copy_(before)", "buffer[:, :, 1:].copy_(before[:, :, 1:])", "generation/test_layers.py"),
@@ -220,6 +224,7 @@ FAULTS = [
     F("generation/model_state.py", "found == self._held", "True", "generation/test_changed_models.py"),
     # --- sharding and distributed ---
     F("sharding/layout.py", "start -= count", "start -= length", "sharding"),
+    F("sharding/layout.py", "in self._incomplete(x, spec) if self.is_sharded else ()", "in ()", "sharding training/linear"),
     F("distributed/gradients.py", 'f"rank {group.rank()}"', '"rank 0"', "distributed/test_gradients.py"),
     F("distributed/gradients.py", "self.calls += 1", "pass", "distributed/test_gradients.py"),
     F("distributed/agreement.py", "if expected != found:", "if False:", "distributed/test_fsdp.py distributed/test_ddp.py distributed/test_fsdp_training.py"),
