@@ -114,11 +114,6 @@ def _copy_(func: Op, types: Types, args: Args, kwargs: Kwargs) -> Tensor:
                 f"NVFP4 weights are decoded to {t.dtype}, because those of the model are dense: to keep them in NVFP4, "
                 "pass assign=True to load_state_dict, or quantize the model in the same way first",
             )
-        elif caller_frame_locals("_copy_lm_head_original_to_resized", "transformers/modeling_utils.py") is not None:
-            warn_user(
-                "resize_token_embeddings makes an output layer dense that was NVFP4: quantize it again, for instance "
-                "by quantize_model(model, include='lm_head')"
-            )
         return t.copy_(source.dequantize(t.dtype if t.dtype in HIGH_PRECISION_DTYPES else None))
     if is_dense:
         check_writable(func, t, new_scale=True)

@@ -9,7 +9,7 @@ from helpers.user_warnings import user_warnings
 from torch import nn
 from torchao.quantization import quantize_
 
-from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, calibrate, quantize_model
+from nvfp4_tensor import NVFP4Config, NVFP4Tensor, NVFP4WeightOnlyConfig, calibrate
 from nvfp4_tensor.training import NVFP4TrainingConfig
 
 peft = pytest.importorskip("peft")
@@ -131,19 +131,3 @@ def test_load_state_dict_that_assigns_dense_weights_says_so_once(dense, assign):
     replaces = dense and assign
     assert count(lambda: model.load_state_dict(state, assign=assign), match="NVFP4") == replaces
     assert isinstance(model[0].weight, NVFP4Tensor) != replaces
-
-
-# --- resize_token_embeddings -----------------------------------------------------------------------------------------
-
-
-def test_a_resized_output_layer_is_dense():
-    """transformers makes another linear; the rows that it has from the old one are the decoded ones."""
-    model = tiny_model("Llama", tie_word_embeddings=False)
-    rows, resizes = model.lm_head.weight.shape[0], "makes an output layer dense"
-    assert count(lambda: model.resize_token_embeddings(rows + 8, mean_resizing=False), match=resizes) == 0
-    quantize_model(model, include="lm_head")
-    old = model.lm_head.weight.dequantize()
-    assert count(lambda: model.resize_token_embeddings(rows + 16, mean_resizing=False), match=resizes) == 1
-    assert torch.equal(model.lm_head.weight[: rows + 8], old)
-    quantize_model(model, include="lm_head")
-    assert isinstance(model.lm_head.weight, NVFP4Tensor)
